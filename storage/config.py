@@ -3,13 +3,15 @@
 import re
 from collections.abc import Mapping
 
-from pydantic import BaseModel, PositiveInt
+from pydantic import BaseModel, PositiveInt, field_validator
 
 NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")
 """Names of tables and columns."""
 DAY = "day"
 """The partition column of every table, an Iceberg date."""
 
+SCHEMES = ("s3", "s3a", "gs")
+"""Stores whose paths are a bucket and a key. pyiceberg knows the names of their properties."""
 PARTS = ("features", "held", "profile", "quarantine", "scores")
 """Suffixes of the tables that belong to a table of samples, such as `ads_profile` to `ads`."""
 
@@ -23,6 +25,23 @@ def find_owner(name: str) -> str | None:
     """
     owner, _, part = name.rpartition("_")
     return owner if owner and part in PARTS else None
+
+
+class StorageConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Where trainings keep what another machine needs to continue them."""
+
+    path: str | None = None
+    """Address in an object store, such as s3://bucket/trainings, for checkpoints and exported weights. Ranks on several
+    hosts then need no common folder, and any machine continues a training. None: they stay below `home`."""
+
+    @field_validator("path")
+    @classmethod
+    def _known_store(cls, path: str | None) -> str | None:
+        scheme, separator, rest = (path or "").partition("://")
+        if path is not None and not (separator and scheme in SCHEMES and rest.strip("/")):
+            known = ", ".join(f"{one}://bucket/folder" for one in SCHEMES)
+            raise ValueError(f"expected an address such as {known}, got '{path}'")
+        return path
 
 
 class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

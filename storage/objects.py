@@ -3,11 +3,15 @@
 import itertools
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from storage.config import SCHEMES
 from storage.errors import StorageError
 
 if TYPE_CHECKING:
@@ -19,8 +23,6 @@ if TYPE_CHECKING:
 _WILD = re.compile(r"[*?\[]")
 _ANSWER = re.compile(r"^\w*Error: (.+)", re.MULTILINE)
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
-SCHEMES = ("s3", "s3a", "gs")
-"""Stores whose paths are a bucket and a key. pyiceberg knows the names of their properties."""
 _VARIABLES = {
     "AWS_DEFAULT_REGION": "client.region",  # pyiceberg prefers s3.region, which a config may give
     "AWS_REGION": "client.region",
@@ -28,6 +30,8 @@ _VARIABLES = {
     "AWS_ENDPOINT_URL_S3": "s3.endpoint",
 }
 """Variables that Amazon's tools read and pyarrow does not. Later ones take precedence."""
+COPY_BYTES = 8 << 20
+"""Read and written at a time."""
 
 
 @dataclass(frozen=True, order=True)
@@ -118,6 +122,87 @@ def open_file(address: str, properties: Mapping[str, str]) -> "pa.NativeFile":
         return pa.memory_map(address)
     store: Any = _open_store(address, properties)
     return store.fs.open_input_file(store._strip_protocol(address))
+
+
+class ObjectFolder:
+    """A folder of an object store, to write to.
+
+    A file appears whole or not at all. Nothing else is atomic: write last what says that the rest is there.
+
+    Args:
+        address: Such as s3://bucket/trainings.
+        properties: As in `find_objects`.
+    Raises:
+        StorageError: Methods raise it if the store is not there, or refuses.
+    """
+
+    def __init__(self, address: str, properties: Mapping[str, str]) -> None:
+        self.address, self.properties = address.rstrip("/"), dict(properties)
+
+    def child(self, name: str) -> "ObjectFolder":
+        """Returns a folder below this one."""
+        return ObjectFolder(f"{self.address}/{name}", self.properties)
+
+    def names(self) -> list[str]:
+        """Lists all files below, each with its path from here."""
+        from pyarrow import fs as pa_fs
+
+        with self._asking() as (store, root):
+            found = store.get_file_info(pa_fs.FileSelector(root, recursive=True, allow_not_found=True))
+        return sorted(info.path.removeprefix(f"{root}/") for info in found if info.type == pa_fs.FileType.File)
+
+    def read(self, name: str) -> bytes | None:
+        """Returns the content of a small file. None: there is none."""
+        with self._asking() as (store, root):
+            try:
+                with store.open_input_stream(f"{root}/{name}") as file:
+                    content: bytes = file.read()
+                    return content
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes a small file, or replaces it."""
+        with self._asking() as (store, root), store.open_output_stream(f"{root}/{name}") as file:
+            file.write(content)
+
+    def put(self, path: Path, name: str) -> None:
+        """Copies a local file here."""
+        self._copy(path, name, down=False)
+
+    def fetch(self, name: str, path: Path) -> None:
+        """Copies a file to a local path. Raises FileNotFoundError if there is none."""
+        self._copy(path, name, down=True)
+
+    def remove(self, name: str = "") -> None:
+        """Removes a file, or a folder with all that is below: without a name, this one. It may be gone already."""
+        from pyarrow import fs as pa_fs
+
+        with self._asking() as (store, root):
+            info = store.get_file_info(f"{root}/{name}".rstrip("/"))
+            if info.type == pa_fs.FileType.Directory:
+                store.delete_dir(info.path)
+            elif info.type == pa_fs.FileType.File:
+                store.delete_file(info.path)
+
+    def _copy(self, path: Path, name: str, down: bool) -> None:
+        from pyarrow import fs as pa_fs
+
+        with self._asking() as (store, root):
+            here, there = (pa_fs.LocalFileSystem(), str(path)), (store, f"{root}/{name}")
+            (source, start), (target, end) = (there, here) if down else (here, there)
+            with source.open_input_stream(start) as file, target.open_output_stream(end) as out:
+                shutil.copyfileobj(file, out, COPY_BYTES)
+
+    @contextmanager
+    def _asking(self) -> "Iterator[tuple[pa_fs.FileSystem, str]]":
+        store: Any = _open_store(self.address, self.properties)
+        try:
+            yield store.fs, store._strip_protocol(self.address)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _unreachable(f"address '{self.address}'", error) from error
 
 
 def register_stores(

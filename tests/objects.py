@@ -14,7 +14,7 @@ import pytest
 
 from tests.ports import free_port
 
-SERVE = "import sys; from moto.server import main; main(['--host', '127.0.0.1', '--port', sys.argv[1]])"
+SERVE = "import sys; from moto.server import main; main(['--host', sys.argv[1], '--port', sys.argv[2]])"
 VARIABLES = {
     "s3.endpoint": "AWS_ENDPOINT_URL",
     "s3.region": "AWS_REGION",
@@ -62,7 +62,9 @@ def serving_objects(folder: Path) -> Iterator[Store]:
     pytest.importorskip("moto", reason="the S3 server comes with `make setup EXTRAS=objects`")
     port = free_port()
     with (folder / "moto.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-c", SERVE, str(port)], stdout=log, stderr=log, env=os.environ)
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, "127.0.0.1", str(port)], stdout=log, stderr=log, env=os.environ
+        )
     store = Store(f"http://127.0.0.1:{port}", "logs")
     try:
         limit = time.monotonic() + 120

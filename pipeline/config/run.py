@@ -32,7 +32,7 @@ from pipeline.search.config import ReleaseConfig, SweepConfig
 from pipeline.training.config import HOST_SHARDING, SPANS, TrainConfig, requested_sharding_types
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema
-from storage.config import NAME, PARTS, WarehouseConfig, find_owner
+from storage.config import NAME, PARTS, StorageConfig, WarehouseConfig, find_owner
 
 M = TypeVar("M", bound=BaseModel)
 EXECUTION_KEYS = {
@@ -125,6 +125,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     source: SourceConfig
     ingest: IngestConfig = IngestConfig()
     warehouse: WarehouseConfig = WarehouseConfig()
+    storage: StorageConfig = StorageConfig()
     features: FeatureSchema
     filter: Annotated[str, AfterValidator(_filter)] | None = None
     """Rows to train and evaluate on, such as \"country = 'DE' and age >= 18\"."""
@@ -251,7 +252,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def semantics(self) -> dict[str, Any]:
         """Returns what decides the trained model, apart from its data. Equal semantics are one training."""
         elsewhere = {"home", "source", "ingest", "warehouse", "evaluation", "gate", "registration", "scoring"}
-        elsewhere |= {"recurring", "retention", "sweep", "release", "characterize"}
+        elsewhere |= {"storage", "recurring", "retention", "sweep", "release", "characterize"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}

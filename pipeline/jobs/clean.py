@@ -170,6 +170,9 @@ def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
         if not dry_run:
             try:
                 with exclusive_dir(folder):
+                    store = workspace.stored(folder)
+                    if store is not None:
+                        store.remove()
                     _remove(folder)
             except ConfigError:  # another process works in it
                 gone.pop()

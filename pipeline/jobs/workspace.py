@@ -14,12 +14,14 @@ from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import Console, one_line
+from storage.artifacts import write_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from pipeline.data.joined.source import PinnedSource
     from pipeline.registration.tracking import Tracker
+    from storage.objects import ObjectFolder
     from storage.reader import SnapshotRef
     from storage.warehouse import Warehouse
 
@@ -81,13 +83,37 @@ class Workspace:
 
         return joined_schema(self.warehouse, snapshot, self.feature_joins())
 
+    def stored(self, folder: Path) -> "ObjectFolder | None":
+        """Returns where `storage.path` has a folder of `home`. None: this config stores nothing there."""
+        if self.config.storage.path is None:
+            return None
+        from storage.objects import ObjectFolder
+
+        everything = ObjectFolder(self.config.storage.path, self.config.warehouse.catalog)
+        return everything.child(folder.relative_to(self.home).as_posix())
+
     def unfinished_folder(self, kind: str, name: str, done: str) -> Path:
         """Returns the first of `name-0`, `name-1`, ... below `home`/kind without the file `done`.
 
-        Interrupted work is found again. A finished folder is not touched.
+        Interrupted work is found again, with `storage.path` also that of another machine. A finished folder is not
+        touched.
         """
         folders = (self.home / kind / f"{name}-{attempt}" for attempt in itertools.count())
-        return next(folder for folder in folders if not (folder / done).exists())
+        return next(folder for folder in folders if self.read_shared(folder / done) is None)
+
+    def read_shared(self, path: Path) -> bytes | None:
+        """Returns the content of a small file of this machine, or else what `storage.path` has of it. None: neither."""
+        if path.exists():
+            return path.read_bytes()
+        store = self.stored(path.parent)
+        return None if store is None else store.read(path.name)
+
+    def write_shared(self, path: Path, text: str) -> None:
+        """Writes a small file here, and to `storage.path` for other machines."""
+        write_text(path, text)
+        store = self.stored(path.parent)
+        if store is not None:
+            store.write(path.name, text.encode())
 
     def latest_folder(self, kind: str, name: str, done: str, force: bool) -> Path:
         """Returns the last of `name-0`, `name-1`, ... below `home`/kind that exists, else the first.

@@ -82,7 +82,7 @@ class AsyncTrainer(Trainer):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.checkpointer = AsyncCheckpointer(background=False)  # each rank would copy all tables
+        self.checkpointer = AsyncCheckpointer(False, self.checkpoints)  # each rank would copy all tables
         self.elastic = self.config.sync == "easgd"
         self.sums, fd = share_tensor(torch.zeros(dist.get_world_size(), 4, dtype=torch.float64))
         os.close(fd)

@@ -35,9 +35,11 @@ from pipeline.training.state import checkpoint
 from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.averaging import WeightAverage
 from pipeline.training.state.checkpoint import BEST, LOWER, CheckpointError, Identity, local_parts
+from pipeline.training.state.checkpoints import Checkpoints, StoredCheckpoints
 from pipeline.training.state.progress import LossSums, TrainingProgress, load_progress
 from pipeline.training.tables.cached import drop_cache
 from pipeline.training.tables.prefetch import InputDistPrefetcher, with_next
+from storage.objects import ObjectFolder
 
 RECENT_STEPS = 256
 """Number of last steps with times in memory."""
@@ -58,6 +60,7 @@ class Trainer:
             initial weights.
         lost: Returns at the end of an epoch the row groups that were quarantined up to there. None: there are none.
         keeps_lost: Whether to go on from a checkpoint that lacks quarantined rows.
+        store: Where checkpoints are. `folder` then holds copies of them. None: they are in `folder`.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Trainer:
         begin: "Callable[[Trainer], None] | None" = None,
         lost: Callable[[], tuple[LostRows, ...]] | None = None,
         keeps_lost: bool = True,
+        store: ObjectFolder | None = None,
     ) -> None:
         self.model, self.config, self.batches, self.validation = model, config, batches, validate
         self.folder, self.emit, self.seed, self.device = folder, emit, seed, device
@@ -88,7 +92,8 @@ class Trainer:
         self.prefetcher = InputDistPrefetcher(model) if config.send_ids_ahead and several else None
         self.identity, self.begin = identity or {}, begin
         self.lost, self.keeps_lost = lost, keeps_lost
-        self.checkpointer = AsyncCheckpointer(config.checkpoint_async)
+        self.checkpoints = Checkpoints(folder) if store is None else StoredCheckpoints(folder, store)
+        self.checkpointer = AsyncCheckpointer(config.checkpoint_async, self.checkpoints)
         self.progress = TrainingProgress()
         self.average = None if config.average_from_step is None else WeightAverage(model)
         parts = () if self.lanes is None else (len(self.lanes.own),)
@@ -399,26 +404,25 @@ class Trainer:
         """Writes a checkpoint of this step, or one with the given name."""
         if name is None:
             self.log()  # raises on a non-finite loss before anything is saved
-        folder = self.folder / (name or f"step-{self.progress.steps:010d}")
+        own = name or f"step-{self.progress.steps:010d}"
         event = {"event": "saved", "step": self.progress.steps}
 
         def sealed() -> None:
             if name is None:
-                checkpoint.prune(self.folder, self.config.keep_checkpoints, folder)
+                self.checkpoints.prune(self.config.keep_checkpoints, own)
                 self.emit(event)
 
-        self.checkpointer.save(folder, self.state(), self.progress.model_dump(), self.identity, sealed)
+        self.checkpointer.save(own, self.state(), self.progress.model_dump(), self.identity, sealed)
 
     def restore(self) -> None:
         """Resumes from the newest intact checkpoint, which rank 0 looks for. Without one, calls `begin`."""
         found = None
         if dist.get_rank() == 0:
-            checkpoint.remove_partial(self.folder)
-            found = checkpoint.find_latest(self.folder, self.report_damaged)
-        step = torch.tensor(-1 if found is None else int(found.name.removeprefix("step-")), device=self.device)
+            found = self.checkpoints.find_latest(self.report_damaged)
+        step = torch.tensor(-1 if found is None else int(found.removeprefix("step-")), device=self.device)
         dist.broadcast(step, 0)
         if step >= 0:
-            self.load(self.folder / f"step-{int(step):010d}")
+            self.load(self.checkpoints.fetch(f"step-{int(step):010d}"))
             if not self.keeps_lost:
                 self.progress.require_rows(self.folder)
             lost = sum(one.rows for one in self.progress.position.lost)
@@ -495,8 +499,9 @@ class Trainer:
         self.checkpointer.wait()
         final = self.progress
         if final.best_step is not None:
-            checkpoint.verify(self.folder / BEST)
-            self.load(self.folder / BEST)
+            best_folder = self.checkpoints.fetch(BEST)
+            checkpoint.verify(best_folder)
+            self.load(best_folder)
             if not self.keeps_lost:
                 self.progress.require_rows(self.folder)
             best = self.progress.model_dump(include={"best_step", "best_ne"})

@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,6 +16,7 @@ import pytest
 import yaml
 
 from pipeline.jobs.lease import lease
+from pipeline.training.state.checkpoint import MANIFEST
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
@@ -40,19 +44,22 @@ def catalog(store: Store) -> Iterator[dict[str, str]]:
         yield store.properties | {"type": "sql", "uri": address, "warehouse": "s3://logs/tables"}
 
 
-def ingest_on(home: Path, catalog: dict[str, str]) -> "subprocess.Popen[str]":
+def run_on(home: Path, catalog: dict[str, str], flow: str = "ingest", *words: str) -> "subprocess.Popen[str]":
     """Runs the command as on a machine of its own."""
     config = {
         "name": "shared", "warehouse": {"catalog": catalog},
         "source": {"path": "s3://logs/*.parquet", "day_column": "day"},
         "features": {"sparse": [{"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 100}]}]},
+        "storage": {"path": "s3://logs/kept"}, "evaluation": {"importance_rows": None, "baselines": []},
+        "model": {"interaction": "cat"},
+        "training": {"world_size": 2, "batch_rows": 20, "epochs": 10, "checkpoint_every_steps": 50},
         "split": {"days": {part: [day] for part, day in zip(("train", "valid", "test"), DAYS, strict=True)}},
     }  # fmt: skip
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     (home / "shared.yaml").write_text(yaml.safe_dump(config))
     outside = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_", "MLFLOW_"))}
     return subprocess.Popen(
-        [sys.executable, "-m", "flows.ingest", str(home / "shared.yaml")],
+        [sys.executable, "-m", f"flows.{flow}", str(home / "shared.yaml"), *words],
         cwd=ROOT, env=outside | {"DLRM_HOME": str(home)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -60,7 +67,7 @@ def ingest_on(home: Path, catalog: dict[str, str]) -> "subprocess.Popen[str]":
 def test_two_ingests_of_the_same_days_write_them_once(catalog: dict[str, str], tmp_path: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(catalog=catalog), tmp_path / "mine")
     with lease(warehouse.catalog.engine, "dlrm: ingest of table 'shared'", pytest.fail):  # type: ignore[attr-defined]
-        both = [ingest_on(tmp_path / name, catalog) for name in ("one", "two")]
+        both = [run_on(tmp_path / name, catalog) for name in ("one", "two")]
         for process in both:  # each says that it waits, and for whom
             assert process.stderr is not None
             lines: list[str] = []
@@ -77,3 +84,39 @@ def test_two_ingests_of_the_same_days_write_them_once(catalog: dict[str, str], t
     assert sum(fragment.rows for fragment in warehouse.reader(snapshot, ["user"]).fragments()) == 3 * ROWS
     assert len(warehouse.table("shared").snapshots()) == 1
     assert not list(tmp_path.rglob("*/warehouse/**/*.parquet")), "tables are in the store alone"
+
+
+def last_line(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
+    out, said = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+    return json.loads(out.strip().splitlines()[-1]), said
+
+
+def test_another_machine_continues_a_training_whose_machine_is_lost(
+    catalog: dict[str, str], store: Store, tmp_path: Path
+) -> None:
+    """It ends with the weights of an undisturbed training, although the machines have no folder in common."""
+    last_line(run_on(tmp_path / "ingest", catalog))
+    client = store.client()
+
+    def kept() -> list[str]:
+        return [one["Key"] for one in client.list_objects_v2(Bucket=store.bucket, Prefix="kept/").get("Contents", [])]
+
+    with run_on(tmp_path / "lost", catalog, "train") as flow:
+        try:
+            limit = time.monotonic() + 180
+            while not any("/step-" in key and key.endswith(MANIFEST) for key in kept()):
+                assert flow.poll() is None, flow.communicate()[1]
+                assert time.monotonic() < limit
+                time.sleep(0.02)
+        finally:
+            flow.kill()
+    shutil.rmtree(tmp_path / "lost")
+    found, said = last_line(run_on(tmp_path / "other", catalog, "train"))
+    assert "resumed at step" in said
+    assert found["train"]["rows"] == 10 * ROWS
+    plain, _ = last_line(run_on(tmp_path / "plain", catalog, "train", "storage.path=null"))
+    assert found["train"]["weights_sha256"] == plain["train"]["weights_sha256"]
+    run = {key.split("/")[2] for key in kept()}
+    assert len(run) == 1
+    assert f"kept/runs/{run.pop()}/weights.safetensors" in kept()

@@ -77,6 +77,7 @@ def run_folder(folder: Path) -> Iterator[Case]:
     workspace: Any = SimpleNamespace(
         config=SimpleNamespace(sweep=SimpleNamespace(trials=1, space={}, strategy="random")),
         console=SimpleNamespace(log=logging.getLogger("tests.fuzz")),
+        warehouse=warehouse,
     )
 
     readers: dict[str, tuple[Any, Callable[[], object]]] = {
@@ -87,7 +88,7 @@ def run_folder(folder: Path) -> Iterator[Case]:
             EvaluationResult(report=report, gate=verdict, weights_sha256="w").model_dump(mode="json"),
             lambda: load_evaluation(run, trained),
         ),
-        SNAPSHOT: (spec.snapshot.model_dump(mode="json"), lambda: find_begun(warehouse, run)),
+        SNAPSHOT: (spec.snapshot.model_dump(mode="json"), lambda: find_begun(workspace, run)),
         PLAN: (spec.plan.model_dump(mode="json"), lambda: read_note(run / PLAN, Plan)),
         CODE: ([VERSION.model_dump()], lambda: (noted_code(run), trained_by(run))),
         RUN_ID: ("0" * 32, lambda: read_line(run / RUN_ID)),

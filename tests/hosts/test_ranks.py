@@ -1,6 +1,8 @@
 """Ranks on two hosts train as ranks on one."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,9 +10,25 @@ import pytest
 
 from pipeline.jobs.training.rank_spec import RankSpec
 from tests.hosts.cluster import Cluster
+from tests.objects import SERVE, Store
 from tests.pipeline.conftest import SETTINGS, Run
 
 pytestmark = pytest.mark.slow
+MAKE_BUCKET = """
+import boto3, os, time
+from botocore.exceptions import EndpointConnectionError
+client = boto3.client("s3")
+for _ in range(300):
+    try:
+        client.create_bucket(Bucket="kept")
+        break
+    except EndpointConnectionError:
+        time.sleep(0.1)
+"""
+LIST = """
+import boto3, json
+print(json.dumps([one["Key"] for one in boto3.client("s3").list_objects_v2(Bucket="kept")["Contents"]]))
+"""
 
 
 def test_ranks_of_ray_on_two_hosts_train_as_processes_of_one(
@@ -22,6 +40,35 @@ def test_ranks_of_ray_on_two_hosts_train_as_processes_of_one(
     found = json.loads(cluster.run("tests.hosts.ray_ranks", str(path), cluster.address).splitlines()[-1])
     for name in ("weights_sha256", "valid_ne", "steps", "rows"):
         assert found[name] == undisturbed.result[name]
+
+
+def test_ranks_without_a_common_folder_keep_their_checkpoints_in_a_store(
+    cluster: Cluster, rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
+) -> None:
+    """Each host has a /tmp of its own. Both write their shards, and both load the best checkpoint in the end."""
+    pytest.importorskip("moto", reason="the S3 server comes with `make setup EXTRAS=objects`")
+    head, store = cluster.head, Store(f"http://{cluster.head.address}:5999", "kept")
+    spec = rank_spec(tmp_path / "run", **SETTINGS, resources={"place": 1})
+    warehouse = spec.train.warehouse.model_copy(update={"catalog": store.properties})
+    train = spec.train.model_copy(update={"warehouse": warehouse})
+    address = f"s3://{store.bucket}/run"
+    spec = spec.model_copy(update={"train": train, "folder": f"/tmp/own-{tmp_path.name}/run", "store": address})
+    path = tmp_path / "given.json"
+    path.write_text(spec.model_dump_json())
+    with head.start([sys.executable, "-c", SERVE, head.address, "5999"], stderr=subprocess.DEVNULL) as server:
+        try:
+            head.run([sys.executable, "-c", MAKE_BUCKET], store.variables)
+            found = json.loads(cluster.run("tests.hosts.ray_ranks", str(path), cluster.address).splitlines()[-1])
+            names = json.loads(head.run([sys.executable, "-c", LIST], store.variables))
+        finally:
+            server.kill()
+    for name in ("weights_sha256", "valid_ne", "steps", "rows"):
+        assert found[name] == undisturbed.result[name]
+    best = {one.rpartition("/")[2] for one in names if "/best/" in one}
+    assert best >= {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"}
+    assert {"run/weights.safetensors", "run/probe.json"} <= set(names)
+    for node in cluster.nodes.values():
+        assert "best" in node.run(["ls", f"{spec.folder}/checkpoints"]).split()
 
 
 def test_workers_and_ranks_run_where_their_resources_are(cluster: Cluster, tmp_path: Path) -> None:

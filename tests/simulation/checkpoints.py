@@ -24,6 +24,7 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.state import checkpoint
 from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.checkpoint import BEST, STEP
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.state.progress import LossSums, TrainingProgress
 from pipeline.training.trainer import Trainer
 from tests.simulation import disk
@@ -63,7 +64,8 @@ class SmallTrainer(Trainer):
         self.folder, self.emit, self.seed, self.device = run.folder, run.note, 0, torch.device("cpu")
         self.identity, self.begin, self.lost, self.keeps_lost = IDENTITY, run.check_none, None, True
         self.prefetcher = self.average = self.lanes = None
-        self.checkpointer = AsyncCheckpointer(run.config.checkpoint_async)
+        self.checkpoints = Checkpoints(run.folder)
+        self.checkpointer = AsyncCheckpointer(run.config.checkpoint_async, self.checkpoints)
         self.checkpointer.group = self.checkpointer.votes = dist.group.WORLD
         self.progress = TrainingProgress()
         self.window = torch.zeros(4, dtype=torch.float64)
@@ -155,18 +157,18 @@ class Run:
         """Notes checkpoints once they are complete."""
         real = trainer.checkpointer.save
 
-        def save(folder: Path, tensors: Any, progress: Any, identity: Any, sealed: Any) -> None:
+        def save(name: str, tensors: Any, progress: Any, identity: Any, sealed: Any) -> None:
             written = progress["steps"], tuple(tensors["model/weights"].tolist())
 
             def complete() -> None:
                 if not self.disk.dead:
-                    self.truth.sealed.setdefault(folder.name, []).append(written)
-                    self.rotten.pop(folder.name, None)
-                    self.forget(folder.name)
-                    self.world.note(f"{folder.name} is complete")
+                    self.truth.sealed.setdefault(name, []).append(written)
+                    self.rotten.pop(name, None)
+                    self.forget(name)
+                    self.world.note(f"{name} is complete")
                 sealed()
 
-            real(folder, tensors, progress, identity, complete)
+            real(name, tensors, progress, identity, complete)
 
         trainer.checkpointer.save = save  # type: ignore[method-assign]
 

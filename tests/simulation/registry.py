@@ -98,6 +98,9 @@ class Run:
             registration=SimpleNamespace(weights="fp32"), training=SimpleNamespace(vector_communication="fp32"),
         )  # fmt: skip
         space.best_effort = lambda what: Workspace.best_effort(space, what)
+        space.stored = lambda folder: None
+        space.read_shared = lambda path: Workspace.read_shared(space, path)
+        space.write_shared = lambda path, text: Workspace.write_shared(space, path, text)
         return space
 
     def train(self, identity: str) -> None:

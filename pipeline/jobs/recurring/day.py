@@ -17,6 +17,8 @@ from pipeline.jobs.recurring.pending import PendingDays, find_open, find_pending
 from pipeline.jobs.training.identity import describe_joined, digest, semantics
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, find_begun, make_job, registered_model
 from pipeline.jobs.training.provenance import find_record
+from pipeline.jobs.training.rank_spec import WEIGHTS
+from pipeline.jobs.training.train import fetch_served
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, no_champion
@@ -227,6 +229,7 @@ def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> S
         CheckpointError: If it is damaged.
     """
     root = inside(workspace.home / "runs", champion.run_folder) / CHECKPOINTS
+    fetch_served(workspace, root)
     found = checkpoint.find_served(root)
     if found is None:
         where = f"model '{workspace.config.model_name}', version {champion.version}"
@@ -282,7 +285,7 @@ def make_day_job(
     joined = describe_joined(workspace.warehouse, workspace.feature_joins(), (*days, today.day))
     name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest({'work': work} | joined)[:8]}"
     folder = workspace.unfinished_folder("runs", name, REGISTERED)
-    begun = find_begun(workspace.warehouse, folder)
+    begun = find_begun(workspace, folder)
     data, start = _select_parts(workspace, today, days), None
     if begun is not None and begun != today.snapshot:
         today = today.model_copy(update={"snapshot": begun})
@@ -323,7 +326,11 @@ def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
     old = sorted((path for path in old if path.name.removeprefix(prefix)[:10] <= f"{day}"), reverse=True)
     cleared = []
     for folder in old[config.recurring.keep_checkpoints :]:
-        (folder / "weights.safetensors").unlink(missing_ok=True)
+        store = workspace.stored(folder)
+        if store is not None:
+            for name in (WEIGHTS, CHECKPOINTS):
+                store.remove(name)
+        (folder / WEIGHTS).unlink(missing_ok=True)
         for part in ("model", "int8", CHECKPOINTS):  # checkpoints last: they mark a folder as not cleared
             shutil.rmtree(folder / part, ignore_errors=True)
         cleared.append(folder.name)

@@ -279,7 +279,7 @@ def keep_champion(workspace: Workspace, today: Today, job: TrainingJob, run_id: 
         "identity": today.identity,
     } | dict(job.notes)
     workspace.tracking.log_json(run_id, result, RESULT)
-    write_text(Path(job.folder) / REGISTERED, f"{name} {version}\n")
+    workspace.write_shared(Path(job.folder) / REGISTERED, f"{name} {version}\n")
     return result
 
 

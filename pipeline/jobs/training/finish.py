@@ -229,7 +229,7 @@ def publish(
     text = write_pages(workspace, model.version, run_id)
     # Last: a version is found by its identity only once everything else is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
-    write_text(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
+    workspace.write_shared(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
     place = f"{PAGE} of MLflow run {run_id[:8]}, or python -m flows.report CONFIG run={model.version}"
     workspace.console.log.info("%s version %s (%s); report: %s", model.name, model.version, alias or "rejected", place)
     with workspace.best_effort("artifacts on the run's page"):

@@ -145,7 +145,7 @@ def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> T
         None,
     )
     folder = workspace.unfinished_folder("runs", f"{config.name}-{identity[:12]}", REGISTERED)
-    begun = None if done else find_begun(warehouse, folder)
+    begun = None if done else find_begun(workspace, folder)
     if begun is not None and begun != snapshot:
         workspace.console.log.info("resumes on snapshot %s, which has the same rows", begun.snapshot_id)
         pinned = {part: data[part].selection if part in data else None for part in LEARNED}
@@ -164,25 +164,30 @@ def _suffices(workspace: Workspace, version: tuple[int, str]) -> bool:
     return not lost
 
 
-def find_begun(warehouse: Warehouse, folder: Path) -> SnapshotRef | None:
+def find_begun(workspace: Workspace, folder: Path) -> SnapshotRef | None:
     """Returns the first snapshot of an interrupted training. None: it left no checkpoint, or the snapshot is gone.
 
     A checkpoint holds a position in its snapshot's files. A later snapshot may hold the same rows in another order.
     """
-    note = folder / SNAPSHOT
+    note, warehouse = folder / SNAPSHOT, workspace.warehouse
     if not note.exists():
-        return None
+        content = workspace.read_shared(note)  # a training of another machine
+        if content is None:
+            return None
+        write_text(note, content.decode(errors="replace"))
     begun = read_note(note, SnapshotRef)
     return begun if warehouse.table(begun.table).snapshot_by_id(begun.snapshot_id) is not None else None
 
 
-def begin(job: TrainingJob) -> None:
+def begin(workspace: Workspace, job: TrainingJob) -> None:
     """Notes the snapshot of a training in its folder. Removes checkpoints that were trained on another one."""
-    folder, text = Path(job.folder), job.snapshot.model_dump_json()
-    note = folder / SNAPSHOT
-    if note.exists() and note.read_bytes() != text.encode():  # it has expired
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    write_text(note, text)
+    note, text = Path(job.folder) / SNAPSHOT, job.snapshot.model_dump_json()
+    before, store = workspace.read_shared(note), workspace.stored(note.parent)
+    if before is not None and before != text.encode():  # it has expired
+        shutil.rmtree(note.parent / "checkpoints", ignore_errors=True)
+        if store is not None:
+            store.remove("checkpoints")
+    workspace.write_shared(note, text)
 
 
 def make_job(

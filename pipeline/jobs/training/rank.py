@@ -30,7 +30,7 @@ from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.errors import ContractError, to_wire
 from pipeline.jobs.code_version import read_code
-from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
+from pipeline.jobs.training.rank_spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec, count_rows
@@ -43,6 +43,7 @@ from pipeline.training.launch.network import find_meeting, require_place
 from pipeline.training.launch.processes import ANSWER, DETERMINISTIC, ERROR
 from pipeline.training.optim import TABLES
 from pipeline.training.state.checkpoint import (
+    CheckpointError,
     full_state,
     local_parts,
     read_progress,
@@ -63,6 +64,7 @@ from pipeline.transforms.kernels.jit import load_compiler
 from pipeline.transforms.plan.carry_over import Start, unchanged_features
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
+from storage.objects import ObjectFolder
 from storage.warehouse import Warehouse
 
 PROBE_ROWS = 256
@@ -183,10 +185,13 @@ def train(
     if weights is None:
         return
     weights = {name: tensor.float() for name, tensor in weights.items()}
-    folder = Path(spec.folder)
-    with atomic_file(folder / "weights.safetensors") as temporary:
+    folder, store = Path(spec.folder), open_store(spec)
+    with atomic_file(folder / WEIGHTS) as temporary:
         save_file(weights, temporary)
-    write_json(folder / "probe.json", probe)
+    write_json(folder / PROBE, probe)
+    if store is not None:
+        for name in (WEIGHTS, PROBE):
+            store.put(folder / name, name)
     emit(
         make_result(progress, device)
         | by_rank
@@ -231,7 +236,8 @@ def assemble(
         def validate(model: DistributedModelParallel) -> LossSums:
             return evaluate_sums(model, heartbeat.track(validation(), "validating"), device, spec.training)
 
-    training = count_steps(spec)
+    training, store = count_steps(spec), open_store(spec)
+    Path(spec.folder).mkdir(parents=True, exist_ok=True)  # on a host of its own
     kind = Trainer if training.sync == "synchronous" else AsyncTrainer
     return kind(
         model,
@@ -246,7 +252,13 @@ def assemble(
         begin=None if spec.start is None else partial(load_start, spec),
         lost=lambda: reader.lost,
         keeps_lost=spec.preprocessing.on_corrupt == "quarantine",
+        store=None if store is None else store.child("checkpoints"),
     )
+
+
+def open_store(spec: RankSpec) -> ObjectFolder | None:
+    """Returns the folder of the training in an object store. None: its hosts share a folder."""
+    return None if spec.store is None else ObjectFolder(spec.store, spec.train.warehouse.catalog)
 
 
 def load_start(spec: RankSpec, trainer: Trainer) -> None:
@@ -257,6 +269,11 @@ def load_start(spec: RankSpec, trainer: Trainer) -> None:
     """
     assert spec.start is not None
     folder = Path(spec.start.checkpoint)
+    if not folder.exists():
+        raise CheckpointError(
+            f"checkpoint '{folder}'", "a folder that every host of the ranks sees", "none on this one",
+            "Share the home among the hosts, or train from scratch.",
+        )  # fmt: skip
     if spec.start.plan.hash != spec.train.plan.hash:
         folder = transfer_checkpoint(spec, spec.start, trainer)
     trainer.start_from(folder)

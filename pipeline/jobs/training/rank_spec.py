@@ -11,6 +11,8 @@ from pipeline.training.tables.plan import ShardingPlan
 from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan
 
+WEIGHTS, PROBE = "weights.safetensors", "probe.json"
+"""Files in a run's folder: the weights, and the probabilities of the first evaluation rows."""
 SERVICE_FOLDER = "preprocessing"
 """Folder in a run's folder for the logs of the preprocessing and its list of quarantined rows."""
 
@@ -34,6 +36,9 @@ class RankSpec(BaseModel, frozen=True):
     seed: int
     folder: str
     """Folder for checkpoints and the exported model."""
+    store: str | None = None
+    """Address of the same in an object store, if ranks on several hosts have no common folder. Access to it is as to
+    the warehouse's."""
     start: Start | None = None
     """The training that this one continues. None: it starts from initial weights."""
 

@@ -19,7 +19,7 @@ from pipeline.jobs.training.provenance import (
     restore_config,
 )
 from pipeline.jobs.training.rank import measure_uses, plan_placement
-from pipeline.jobs.training.train import TrainingResult, make_rank_spec, train
+from pipeline.jobs.training.train import TrainingResult, fetch_served, make_rank_spec, train
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import TRAINED_FROM
 from pipeline.training.state import checkpoint as store
@@ -63,6 +63,9 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
     finally:
         for one in kept:
             shutil.rmtree(one, ignore_errors=True)  # the exported weights stay
+            stored = workspace.stored(one)
+            if stored is not None:
+                stored.remove()
     return result | {"replayed_first": missing}
 
 
@@ -89,7 +92,11 @@ def _find_checkpoint(workspace: Workspace, version: int) -> Path | None:
     """Returns the checkpoint that a version was exported from. None: it has been removed."""
     model = workspace.tracking.get_version(workspace.config.model_name, str(version))
     folder = None if model is None else model.tags.get("run_folder")
-    return None if folder is None else store.find_served(inside(workspace.home / "runs", folder) / "checkpoints")
+    if folder is None:
+        return None
+    root = inside(workspace.home / "runs", folder) / "checkpoints"
+    fetch_served(workspace, root)
+    return store.find_served(root)
 
 
 def _replay(

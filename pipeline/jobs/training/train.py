@@ -19,7 +19,7 @@ from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport, SummaryValues
 from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
-from pipeline.jobs.training.rank_spec import SERVICE_FOLDER, RankSpec
+from pipeline.jobs.training.rank_spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
 from pipeline.jobs.warm_up import kernels_are_compiled
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
@@ -32,7 +32,7 @@ from pipeline.training.launch.external import follow_ranks
 from pipeline.training.launch.processes import Event, Limits, resolve_threads, run_alone, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
 from pipeline.training.tables.plan import PlanRows, ShardingPlan, describe_plan
-from storage.artifacts import read_note, write_json, write_text
+from storage.artifacts import atomic_file, read_note, write_json, write_text
 
 TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
 """Files in a run's folder: the result of the ranks, and the cost of preprocessing."""
@@ -72,7 +72,7 @@ def train_ranks(
     """
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
     tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
-    begin(job)
+    begin(workspace, job)
     spec = make_rank_spec(workspace, job)
     plan = plan_tables(spec) if given is None else given
     rows = describe_plan(plan)
@@ -101,10 +101,9 @@ def train_ranks(
     if service is not None:
         with workspace.best_effort("record of what was read"):
             save_read(workspace, "train", job.data["train"], service.totals.rows, service.totals.costs)
-    probe = read_note(folder / "probe.json", tuple[float, ...])
-    trained = TrainingResult(
-        weights=f"{job.folder}/weights.safetensors", probe=probe, summary=summary, placement=tuple(report.plan)
-    )
+    fetch_results(workspace, folder)
+    probe = read_note(folder / PROBE, tuple[float, ...])
+    trained = TrainingResult(weights=str(folder / WEIGHTS), probe=probe, summary=summary, placement=tuple(report.plan))
     write_text(folder / RECORD, make_record(workspace, job, plan, summary).model_dump_json(indent=2))
     write_text(folder / TRAINED, trained.model_dump_json())
     return trained
@@ -114,6 +113,31 @@ def train_ranks(
 def load_finish() -> None:
     """Imports what evaluates and registers, which takes seconds, while the ranks train."""
     Thread(target=import_module, args=["pipeline.jobs.training.finish"], name="imports", daemon=True).start()
+
+
+def fetch_results(workspace: Workspace, folder: Path) -> None:
+    """Copies what the ranks have put into `storage.path` to this machine: weights, last and best checkpoint."""
+    store = workspace.stored(folder)
+    if store is None:
+        return
+    if workspace.config.ranks_are_elsewhere:
+        for name in (WEIGHTS, PROBE):
+            with atomic_file(folder / name) as temporary:
+                store.fetch(name, temporary)
+    fetch_served(workspace, folder / "checkpoints")
+
+
+def fetch_served(workspace: Workspace, root: Path) -> None:
+    """Copies the last and the best checkpoint of a training from `storage.path`, unless they are there.
+
+    Args:
+        root: Folder of its checkpoints on this machine.
+    """
+    store = workspace.stored(root)
+    if store is not None:
+        from pipeline.training.state.checkpoints import StoredCheckpoints  # PyTorch takes seconds to import
+
+        StoredCheckpoints(root, store).fetch_served()
 
 
 def note_changes(workspace: Workspace, folder: Path, code: CodeVersion) -> None:
@@ -171,7 +195,7 @@ def _launch(
 
 def make_rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
     """Returns the specification of the ranks, without the sharding plan."""
-    config = workspace.config
+    config, store = workspace.config, workspace.stored(Path(job.folder))
     return RankSpec(
         train=job.data["train"],
         valid=job.data.get("valid"),
@@ -182,6 +206,7 @@ def make_rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
         preprocessing=config.preprocessing,
         seed=config.seed,
         folder=job.folder,
+        store=None if store is None else store.address,
         start=job.start,
     )
 

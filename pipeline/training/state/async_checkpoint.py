@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +12,8 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharding_spec import ShardMetadata
 
-from pipeline.training.state.checkpoint import STEP, Identity, local_parts, save
+from pipeline.training.state.checkpoint import STEP, Identity, local_parts
+from pipeline.training.state.checkpoints import Checkpoints
 
 
 class AsyncCheckpointer:
@@ -26,12 +26,13 @@ class AsyncCheckpointer:
     Args:
         background: Writes in a thread. From the first save on, this takes host memory for one more copy of this
             rank's tensors.
+        checkpoints: Where they go.
     Attributes:
         blocked_seconds: Time that callers have waited.
     """
 
-    def __init__(self, background: bool) -> None:
-        self.background = background
+    def __init__(self, background: bool, checkpoints: Checkpoints) -> None:
+        self.background, self.checkpoints = background, checkpoints
         self.group: dist.ProcessGroup | None = None
         self.votes: dist.ProcessGroup | None = None
         self.copies: dict[str, Any] = {}
@@ -63,7 +64,7 @@ class AsyncCheckpointer:
 
     def save(
         self,
-        folder: Path,
+        name: str,
         tensors: Mapping[str, Any],
         progress: Mapping[str, Any],
         identity: Identity,
@@ -74,14 +75,14 @@ class AsyncCheckpointer:
         Args:
             sealed: Called on rank 0 when the checkpoint is complete, possibly by another thread.
         Raises:
-            ContractError: See function `save`. The error is of this checkpoint or of the previous one.
+            ContractError: See `Checkpoints.save`. The error is of this checkpoint or of the previous one.
         """
         begun = time.perf_counter()
         self.wait()
-        if STEP.match(folder.name):
+        if STEP.match(name):
             self.last = time.monotonic()
         self.group = self.group or dist.new_group(backend="gloo")
-        arguments = (folder, progress, identity, sealed)
+        arguments = (name, progress, identity, sealed)
         if self.background:
             self.copies = {name: _host_copy(tensor, self.copies.get(name)) for name, tensor in tensors.items()}
             self.thread = threading.Thread(target=self._write, args=(self.copies, *arguments), name="checkpoint")
@@ -118,14 +119,14 @@ class AsyncCheckpointer:
     def _write(
         self,
         tensors: Mapping[str, Any],
-        folder: Path,
+        name: str,
         progress: Mapping[str, Any],
         identity: Identity,
         sealed: Callable[[], None],
     ) -> None:
         begun = time.perf_counter()
         try:
-            save(folder, tensors, progress, identity, self.group)
+            self.checkpoints.save(name, tensors, progress, identity, self.group)
             if dist.get_rank() == 0:
                 sealed()
             self.seconds = time.perf_counter() - begun

@@ -124,7 +124,7 @@ def save(
         if first:
             _seal(temporary, folder, progress, identity)
     except (OSError, CheckpointException) as error:
-        cause = _cause(error)
+        cause = find_cause(error)
         if not isinstance(cause, OSError):  # for example a lost rank
             raise RuntimeError(f"checkpoint '{folder.name}' was not written: {cause}") from None
         raise CheckpointError(
@@ -137,7 +137,8 @@ def save(
     dist.barrier(group=group)
 
 
-def _cause(error: OSError | CheckpointException) -> BaseException:
+def find_cause(error: OSError | CheckpointException) -> BaseException:
+    """Returns the error of the rank that failed first."""
     cause = error if isinstance(error, OSError) else next(iter(error.failures.values()))[0]
     if isinstance(cause, RuntimeError) and TRUNCATED.search(str(cause)):
         return OSError("a truncated file, as on a full disk")
@@ -151,12 +152,13 @@ def require_finite(tensors: Mapping[str, Any], where: str, group: dist.ProcessGr
         TrainingError: On every rank, if any rank has a number that is not finite. Names the first such tensor.
     """
     bad = next((name for name in sorted(tensors) if not _finite(tensors[name])), None)
-    found = [name for name in _of_all_ranks(bad, group) if name is not None]
+    found = [name for name in gather_objects(bad, group) if name is not None]
     if found:
         raise TrainingError(f"{where}, '{min(found)}'", "finite numbers", "inf or nan", LOWER)
 
 
-def _of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns the values of all ranks, by rank. All ranks call it together."""
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -254,7 +256,7 @@ def _reading(folder: Path) -> Iterator[None]:
 def whole_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns name -> shape of the whole tensor, for tensors on any rank. All ranks call it together."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in _of_all_ranks({name: tuple(tensor.size()) for name, tensor in tensors.items()}):
+    for part in gather_objects({name: tuple(tensor.size()) for name, tensor in tensors.items()}):
         shapes |= part
     return shapes
 

@@ -71,7 +71,7 @@ def test_a_day_that_was_written_again_with_other_rows_is_another_training(home: 
 def test_a_killed_training_resumes_on_its_own_snapshot_after_a_compaction(home: Path) -> None:
     """A checkpoint holds a position in the files of that snapshot."""
     killed = pin()
-    begin(killed)
+    begin(open_(), killed)
     rewrite_day(open_().warehouse, "smoke", FIRST[0], home)
     ingest(open_(), (datetime.date(2025, 1, 10),))
     resumed = pin()
@@ -81,12 +81,12 @@ def test_a_killed_training_resumes_on_its_own_snapshot_after_a_compaction(home: 
 
 def test_checkpoints_of_an_expired_snapshot_are_dropped(home: Path) -> None:
     job = pin()
-    begin(job)
+    begin(open_(), job)
     checkpoints = Path(job.folder) / "checkpoints" / "step-0000000005"
     checkpoints.mkdir(parents=True)
-    begin(job)
+    begin(open_(), job)
     assert checkpoints.exists()
-    begin(job.model_copy(update={"snapshot": job.snapshot.model_copy(update={"snapshot_id": 7})}))
+    begin(open_(), job.model_copy(update={"snapshot": job.snapshot.model_copy(update={"snapshot_id": 7})}))
     assert not checkpoints.exists()
 
 

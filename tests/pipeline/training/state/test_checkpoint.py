@@ -18,6 +18,7 @@ from pipeline.errors import TrainingError
 from pipeline.training.state import checkpoint
 from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.checkpoint import CheckpointError
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.state.progress import load_progress
 from storage.artifacts import sha256
 
@@ -263,8 +264,8 @@ class Gate:
 
 def test_a_background_save_keeps_the_values_from_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, state, folder, sealed = Gate(monkeypatch), tensors(3), tmp_path / "step-0000000003", list[str]()
-    with AsyncCheckpointer(background=True) as checkpointer:
-        checkpointer.save(folder, state, PROGRESS, {}, lambda: sealed.append("sealed"))
+    with AsyncCheckpointer(True, Checkpoints(tmp_path)) as checkpointer:
+        checkpointer.save(folder.name, state, PROGRESS, {}, lambda: sealed.append("sealed"))
         for tensor in state.values():
             tensor.zero_()
         assert (folder.exists(), sealed) == (False, [])
@@ -278,9 +279,9 @@ def test_a_background_save_keeps_the_values_from_its_start(tmp_path: Path, monke
 def test_one_save_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     threading.Timer(0.2, gate.opened.set).start()
-    with AsyncCheckpointer(background=True) as checkpointer:
+    with AsyncCheckpointer(True, Checkpoints(tmp_path)) as checkpointer:
         for step in (1, 2, 3):
-            checkpointer.save(tmp_path / f"step-000000000{step}", tensors(step), PROGRESS, {})
+            checkpointer.save(f"step-000000000{step}", tensors(step), PROGRESS, {})
     assert gate.most == 1
     for step in (1, 2, 3):  # although the next save overwrites the copy
         found = tensors()
@@ -296,14 +297,14 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "seal_folder", full)
-    checkpointer = AsyncCheckpointer(background=True)
-    checkpointer.save(tmp_path / "step-0000000001", tensors(), PROGRESS, {})
+    checkpointer = AsyncCheckpointer(True, Checkpoints(tmp_path))
+    checkpointer.save("step-0000000001", tensors(), PROGRESS, {})
     assert checkpointer.thread is not None
     checkpointer.thread.join()
     calls: dict[str, Callable[[], object]] = {
         "check": checkpointer.check,
         "wait": checkpointer.wait,
-        "save": lambda: checkpointer.save(tmp_path / "step-0000000002", tensors(), PROGRESS, {}),
+        "save": lambda: checkpointer.save("step-0000000002", tensors(), PROGRESS, {}),
         "end": lambda: checkpointer.__exit__(None, None, None),
     }
     with pytest.raises(CheckpointError, match="expected to be written, got No space left on device"):
@@ -316,25 +317,32 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
 def test_fault_23_weights_that_are_not_finite_are_not_saved(tmp_path: Path, background: bool) -> None:
     state = tensors() | {"tables/x": torch.tensor([1.0, float("nan")])}
     with pytest.raises(TrainingError, match=r"weights at step 3, 'tables/x': expected finite numbers, got inf or nan"):  # noqa: SIM117
-        with AsyncCheckpointer(background) as checkpointer:
-            checkpointer.save(tmp_path / "step-0000000003", state, PROGRESS, {})
+        with AsyncCheckpointer(background, Checkpoints(tmp_path)) as checkpointer:
+            checkpointer.save("step-0000000003", state, PROGRESS, {})
     assert not list(tmp_path.iterdir())
 
 
 def test_the_error_that_ends_training_takes_precedence(tmp_path: Path) -> None:
-    state = {"x": torch.tensor([float("nan")])}
-    checkpointer = AsyncCheckpointer(background=True)
-    checkpointer.save(tmp_path / "step-0000000003", state, PROGRESS, {})
+    begun = threading.Event()
+
+    class Late(Checkpoints):
+        def save(self, *arguments: Any, **named: Any) -> None:
+            assert begun.wait(30)
+            super().save(*arguments, **named)
+
+    checkpointer = AsyncCheckpointer(True, Late(tmp_path))
+    checkpointer.save("step-0000000003", {"x": torch.tensor([float("nan")])}, PROGRESS, {})
+    begun.set()
     checkpointer.__exit__(KeyError, KeyError(), None)  # raises nothing of its own
     assert checkpointer.thread is not None
     assert not checkpointer.thread.is_alive()
 
 
 def test_the_second_copy_reuses_memory(tmp_path: Path) -> None:
-    with AsyncCheckpointer(background=True) as checkpointer:
-        checkpointer.save(tmp_path / "step-0000000001", tensors(1), PROGRESS, {})
+    with AsyncCheckpointer(True, Checkpoints(tmp_path)) as checkpointer:
+        checkpointer.save("step-0000000001", tensors(1), PROGRESS, {})
         before = {name: copy.data_ptr() for name, copy in checkpointer.copies.items()}
-        checkpointer.save(tmp_path / "step-0000000002", tensors(2), PROGRESS, {})
+        checkpointer.save("step-0000000002", tensors(2), PROGRESS, {})
         assert {name: copy.data_ptr() for name, copy in checkpointer.copies.items()} == before
 
 

@@ -1,0 +1,262 @@
+"""The checkpoints of one training: in a folder that all ranks see, or in an object store."""
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from filelock import FileLock
+from pydantic import BaseModel, ValidationError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from pipeline.training.state import checkpoint
+from pipeline.training.state.checkpoint import (
+    BEST,
+    MANIFEST,
+    PROGRESS,
+    STEP,
+    CheckpointError,
+    Identity,
+    find_cause,
+    gather_objects,
+    require_finite,
+)
+from storage.artifacts import inside, seal_folder, sha256, write_json
+from storage.errors import StorageError
+from storage.objects import ObjectFolder
+
+Damaged = Callable[[CheckpointError], None]
+
+
+class Checkpoints:
+    """Checkpoints in a folder that all ranks see.
+
+    Args:
+        folder: Where they are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(
+        self,
+        name: str,
+        tensors: Mapping[str, Any],
+        progress: Mapping[str, Any],
+        identity: Identity,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Writes a checkpoint. All ranks call it together. See `checkpoint.save`."""
+        checkpoint.save(self.folder / name, tensors, progress, identity, group)
+
+    def find_latest(self, damaged: Damaged) -> str | None:
+        """Returns the name of the newest checkpoint that verifies. Removes leftovers of interrupted saves.
+
+        Args:
+            damaged: Called with the error of each checkpoint that does not verify.
+        """
+        checkpoint.remove_partial(self.folder)
+        found = checkpoint.find_latest(self.folder, damaged)
+        return None if found is None else found.name
+
+    def fetch(self, name: str) -> Path:
+        """Returns the folder of a checkpoint on this machine."""
+        return self.folder / name
+
+    def prune(self, keep: int, newest: str) -> None:
+        """Removes all but the newest. See `checkpoint.prune`."""
+        checkpoint.prune(self.folder, keep, self.folder / newest)
+
+
+class _Manifest(BaseModel, frozen=True):
+    """What a checkpoint in a store consists of. It is written last, and in one piece."""
+
+    at: str
+    """Folder of the files. Each save has its own, so a checkpoint of the same name is replaced at once."""
+    files: Mapping[str, str]
+    """File -> SHA-256."""
+
+
+class StoredCheckpoints(Checkpoints):
+    """Checkpoints in an object store. Ranks on several hosts need no common folder.
+
+    Each rank writes its shards into a temporary folder of its host and copies them to the store. Rank 0 writes the
+    manifest when all have. A host that reads a checkpoint copies the whole of it into its own folder first.
+
+    Args:
+        folder: Folder of this host for copies.
+        store: Where the checkpoints are.
+    """
+
+    def __init__(self, folder: Path, store: ObjectFolder) -> None:
+        super().__init__(folder)
+        self.store = store
+
+    def save(
+        self,
+        name: str,
+        tensors: Mapping[str, Any],
+        progress: Mapping[str, Any],
+        identity: Identity,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Writes a checkpoint. All ranks call it together, each with its shards.
+
+        A reader finds either the complete checkpoint or the one that it replaces.
+
+        Raises:
+            TrainingError: On every rank, if a number is not finite. Nothing is written then.
+            CheckpointError: On every rank, if one cannot write its part.
+        """
+        require_finite(tensors, f"weights at step {progress.get('steps')}", group)
+        rank = dist.get_rank()
+        temporary = self.folder / f".{name}.rank-{rank}.tmp"  # ranks of one host share the folder
+        place = f"{name}/{gather_objects(uuid.uuid4().hex, group)[0]}"
+        files: dict[str, str] = {}
+        failure = None
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(temporary)), process_group=group)  # type: ignore[attr-defined]
+            if rank == 0:
+                write_json(temporary / PROGRESS, {"progress": dict(progress), "identity": dict(identity)})
+            for path in sorted(temporary.iterdir()):
+                files[path.name] = sha256(path)
+                self.store.put(path, f"{place}/{path.name}")
+        except (OSError, StorageError, CheckpointException) as error:
+            cause = find_cause(error) if not isinstance(error, StorageError) else error
+            failure = f"{cause}".split("\n")[0].rstrip(".")
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        parts = gather_objects((files, failure), group)
+        failed = next(((number, reason) for number, (_, reason) in enumerate(parts) if reason is not None), None)
+        if failed is None and rank == 0:
+            whole = {file: digest for found, _ in parts for file, digest in found.items()}
+            failed = self._publish(name, _Manifest(at=place, files=whole))
+        failed = gather_objects(failed, group)[0]
+        if failed is not None:
+            raise CheckpointError(
+                f"checkpoint '{name}' of rank {failed[0]}", f"to be written to {self.store.address}", failed[1],
+                "Check the store. Earlier checkpoints are kept.",
+            )  # fmt: skip
+
+    def _publish(self, name: str, manifest: _Manifest) -> tuple[int, str] | None:
+        """Writes the manifest, then removes the files of the checkpoint that it replaces. Returns why it failed."""
+        try:
+            self.store.write(f"{name}/{MANIFEST}", manifest.model_dump_json().encode())
+            for place in {f"{name}/{one.partition('/')[0]}" for one in self.store.child(name).names() if "/" in one}:
+                if place != manifest.at:
+                    self.store.remove(place)
+        except StorageError as error:
+            return 0, f"{error}".rstrip(".")
+        return None
+
+    def find_latest(self, damaged: Damaged) -> str | None:
+        """Returns the name of the newest checkpoint that verifies, and copies it here. Removes leftovers.
+
+        Args:
+            damaged: Called with the error of each checkpoint that does not verify.
+        """
+        checkpoint.remove_partial(self.folder)
+        whole, partial = self._list()
+        for name in partial:
+            self.store.remove(name)
+        for name in reversed(whole):
+            try:
+                self.fetch(name)
+            except CheckpointError as error:
+                damaged(error)
+                continue
+            return name
+        return None
+
+    def _list(self) -> tuple[list[str], set[str]]:
+        """Returns the names of steps with a manifest, oldest first, and the names of all checkpoints without one."""
+        files = {one.partition("/")[::2] for one in self.store.names()}
+        whole = {name for name, file in files if file == MANIFEST}
+        return sorted(name for name in whole if STEP.match(name)), {name for name, _ in files} - whole
+
+    def fetch(self, name: str) -> Path:
+        """Copies a checkpoint to this machine, unless it is there, and returns its verified folder.
+
+        Earlier copies of checkpoints of steps are removed.
+
+        Raises:
+            CheckpointError: If the store does not have it, or it is damaged.
+        """
+        folder = inside(self.folder, name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.folder / ".fetch.lock"):  # ranks of one host share the copy
+            manifest = self._read(name)
+            if self._is_copy(folder, manifest):
+                return folder
+            for old in checkpoint.list_checkpoints(self.folder) if STEP.match(name) else ():
+                shutil.rmtree(old, ignore_errors=True)
+            temporary = self.folder / f".{name}.{uuid.uuid4().hex}.tmp"
+            temporary.mkdir()
+            try:
+                for file, digest in manifest.files.items():
+                    self._fetch_file(name, f"{manifest.at}/{file}", inside(temporary, file), digest)
+                write_json(temporary / MANIFEST, dict(manifest.files))
+                seal_folder(temporary, folder)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return folder
+
+    def fetch_served(self) -> None:
+        """Copies the newest checkpoint that verifies and the best one to this machine.
+
+        Raises:
+            CheckpointError: If the best one is damaged.
+        """
+        whole, _ = self._list()
+        for name in reversed(whole):
+            with suppress(CheckpointError):
+                self.fetch(name)
+                break
+        if self.store.read(f"{BEST}/{MANIFEST}") is not None:
+            self.fetch(BEST)
+
+    def _read(self, name: str) -> _Manifest:
+        content = self.store.read(f"{name}/{MANIFEST}")
+        try:
+            return _Manifest.model_validate_json(content or b"")
+        except ValidationError:
+            raise _damaged(name, "a readable manifest", "none" if content is None else "other content") from None
+
+    def _is_copy(self, folder: Path, manifest: _Manifest) -> bool:
+        try:
+            known = json.loads((folder / MANIFEST).read_bytes())
+            if known == dict(manifest.files):
+                checkpoint.verify(folder)
+                return True
+        except (OSError, ValueError, CheckpointError):
+            pass
+        return False
+
+    def _fetch_file(self, name: str, source: str, target: Path, digest: str) -> None:
+        try:
+            self.store.fetch(source, target)
+        except FileNotFoundError:
+            raise _damaged(name, f"file {target.name}", "none") from None
+        if (actual := sha256(target)) != digest:
+            raise _damaged(name, f"sha256 {digest[:12]}.. of {target.name}", f"{actual[:12]}..")
+
+    def prune(self, keep: int, newest: str) -> None:
+        """Removes all but `keep` checkpoints: the newest one and those before it."""
+        names, _ = self._list()
+        kept = [name for name in names if name <= newest][-keep:]
+        for name in names:
+            if name not in kept:
+                self.store.remove(f"{name}/{MANIFEST}")
+                self.store.remove(name)
+
+
+def _damaged(name: str, expected: str, actual: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint '{name}' in the store", expected, actual, "Use another checkpoint.")

@@ -1,0 +1,170 @@
+"""Checkpoints of an S3 server: whole or absent, verified, replaced at once, and copied once to a host."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipeline.training.state import checkpoint
+from pipeline.training.state.checkpoint import BEST, CheckpointError
+from pipeline.training.state.checkpoints import StoredCheckpoints
+from storage.errors import StorageError
+from storage.objects import ObjectFolder
+from tests.objects import Store, serving_objects
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
+IDENTITY = {"plan": "a"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with serving_objects(tmp_path_factory.mktemp("store")) as one:
+        yield one
+
+
+@pytest.fixture
+def folder(store: Store, request: pytest.FixtureRequest) -> ObjectFolder:
+    return ObjectFolder(f"s3://{store.bucket}/{request.node.name}", store.properties)
+
+
+@pytest.fixture
+def kept(folder: ObjectFolder, tmp_path: Path) -> StoredCheckpoints:
+    return StoredCheckpoints(tmp_path / "here", folder)
+
+
+def tensors(seed: int) -> dict[str, Any]:
+    return {"model/weight": torch.randn(40, 3, generator=torch.Generator().manual_seed(seed))}
+
+
+def save(kept: StoredCheckpoints, *steps: int, name: str | None = None) -> None:
+    for step in steps:
+        kept.save(name or f"step-{step:010d}", tensors(step), {"steps": step}, IDENTITY)
+
+
+def weights(folder: Path) -> torch.Tensor:
+    found = tensors(0)
+    checkpoint.load(folder, found, IDENTITY)
+    return found["model/weight"]
+
+
+def test_another_host_reads_what_was_saved(kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path) -> None:
+    save(kept, 1, 2)
+    assert not list((tmp_path / "here").iterdir())  # a host keeps no part of what it saved
+    other = StoredCheckpoints(tmp_path / "there", folder)
+    assert other.find_latest(pytest.fail) == "step-0000000002"
+    copy = other.fetch("step-0000000002")
+    checkpoint.verify(copy)
+    assert weights(copy).equal(tensors(2)["model/weight"])
+    assert checkpoint.read_progress(copy) == {"steps": 2}
+    with pytest.raises(CheckpointError, match="plan: expected b, got a"):
+        checkpoint.load(copy, tensors(0), {"plan": "b"})
+    before = copy.stat().st_ino
+    assert other.fetch("step-0000000002").stat().st_ino == before  # it is not copied again
+    (copy / ".metadata").write_bytes(b"")
+    assert weights(other.fetch("step-0000000002")).equal(tensors(2)["model/weight"])  # unless it is damaged
+    other.fetch("step-0000000001")
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "there")] == ["step-0000000001"]
+
+
+def test_a_checkpoint_is_replaced_at_once_and_old_files_go(
+    kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path
+) -> None:
+    save(kept, 1, name=BEST)
+    before = folder.names()
+    save(kept, 7, name=BEST)
+    assert len(folder.names()) == len(before)
+    assert set(folder.names()) & set(before) == {f"{BEST}/{checkpoint.MANIFEST}"}
+    assert weights(StoredCheckpoints(tmp_path / "there", folder).fetch(BEST)).equal(tensors(7)["model/weight"])
+
+
+def test_the_newest_stay_and_those_of_abandoned_steps_go(kept: StoredCheckpoints, folder: ObjectFolder) -> None:
+    save(kept, 1, 2, 9)
+    save(kept, 1, name=BEST)
+    save(kept, 3)
+    kept.prune(2, "step-0000000003")
+    left = {one.partition("/")[0] for one in folder.names()}
+    assert left == {BEST, "step-0000000002", "step-0000000003"}
+
+
+@pytest.mark.parametrize("damage", ["a file is gone", "a file is shorter", "the manifest is no JSON", "no manifest"])
+def test_what_is_damaged_or_half_written_is_never_read(
+    kept: StoredCheckpoints, folder: ObjectFolder, damage: str
+) -> None:
+    save(kept, 1, 2)
+    manifest = f"step-0000000002/{checkpoint.MANIFEST}"
+    shard = next(one for one in folder.names() if one.endswith(".distcp") and one.startswith("step-0000000002"))
+    if damage == "a file is gone":
+        folder.remove(shard)
+    elif damage == "a file is shorter":
+        content = folder.read(shard)
+        assert content
+        folder.write(shard, content[:-1])
+    elif damage == "the manifest is no JSON":
+        folder.write(manifest, b'{"at": ')
+    else:
+        folder.remove(manifest)
+    told: list[str] = []
+    assert kept.find_latest(lambda error: told.append(str(error))) == "step-0000000001"
+    assert weights(kept.fetch("step-0000000001")).equal(tensors(1)["model/weight"])
+    if damage == "no manifest":
+        assert told == []
+        assert not [one for one in folder.names() if one.startswith("step-0000000002")]  # its leftovers are gone
+    else:
+        assert len(told) == 1
+        assert told[0].startswith("checkpoint 'step-0000000002' in the store: expected ")
+
+
+def test_a_manifest_names_no_file_outside_its_folder(kept: StoredCheckpoints, folder: ObjectFolder) -> None:
+    save(kept, 1)
+    path = f"step-0000000001/{checkpoint.MANIFEST}"
+    manifest = json.loads(folder.read(path) or b"")
+    folder.write(path, json.dumps(manifest | {"files": {"../../x": "0"}}).encode())
+    with pytest.raises(StorageError, match=r"name '\.\./\.\./x'"):
+        kept.fetch("step-0000000001")
+
+
+def test_a_lost_store_fails_the_save_on_every_rank_and_keeps_what_is_there(
+    kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path
+) -> None:
+    save(kept, 1)
+    away = {**folder.properties, "s3.endpoint": "http://127.0.0.1:9", "s3.connect-timeout": "1"}
+    lost = StoredCheckpoints(tmp_path / "lost", ObjectFolder(folder.address, away))
+    with pytest.raises(CheckpointError, match="checkpoint 'step-0000000002' of rank 0: expected to be written to s3:"):
+        save(lost, 2)
+    assert not list((tmp_path / "lost").iterdir())
+    assert kept.find_latest(pytest.fail) == "step-0000000001"
+
+
+def test_ranks_of_one_host_copy_a_checkpoint_once(
+    kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(kept, 1)
+    fetched: list[str] = []
+
+    def fetch(self: ObjectFolder, name: str, path: Path) -> None:
+        fetched.append(name)
+        time.sleep(0.05)
+        real(self, name, path)
+
+    real = ObjectFolder.fetch
+    monkeypatch.setattr(ObjectFolder, "fetch", fetch)
+    found: list[Path] = []
+    ranks = [
+        threading.Thread(
+            target=lambda: found.append(StoredCheckpoints(tmp_path / "x", folder).fetch("step-0000000001"))
+        )
+        for _ in range(3)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert len(found) == 3
+    assert len(fetched) == len(set(fetched)) == len(folder.names()) - 1
+    assert dist.get_world_size() == 1
