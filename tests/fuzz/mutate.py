@@ -45,6 +45,8 @@ def mutate_value(random: Random, value: Any, times: int | None = None) -> Any:
     value = json.loads(json.dumps(value))
     for _ in range(times or random.choice([1, 1, 1, 2, 3, 8])):
         value = _change(random, value)
+        if len(json.dumps(value)) > LONGEST:  # copies of copies would take all memory
+            break
     return value
 
 
