@@ -312,6 +312,16 @@ def test_deletes_by_value_are_refused(warehouse: Warehouse) -> None:
     )
 
 
+def test_text_of_another_engine_that_is_no_text_is_refused(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1)
+    path = add_file(warehouse.table("events"), rows([DAY2, DAY2]), Record(number(DAY2)))
+    content = Path(path).read_bytes()
+    assert content.count(b"t1") >= 1
+    Path(path).write_bytes(content.replace(b"t1", b"\xfft"))
+    with pytest.raises(CorruptFileError, match="Invalid UTF8 sequence"):
+        read(warehouse)
+
+
 def test_files_of_another_format_are_refused(warehouse: Warehouse) -> None:
     write(warehouse, DAY1)
     add_file(warehouse.table("events"), rows([DAY2]), Record(number(DAY2)), FileFormat.ORC)
