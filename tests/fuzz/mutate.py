@@ -45,7 +45,7 @@ def mutate_value(random: Random, value: Any, times: int | None = None) -> Any:
     value = json.loads(json.dumps(value))
     for _ in range(times or random.choice([1, 1, 1, 2, 3, 8])):
         value = _change(random, value)
-        if len(json.dumps(value)) > LONGEST:  # copies of copies would take all memory
+        if len(json.dumps(value)) > LONGEST:
             break
     return value
 
@@ -73,7 +73,9 @@ def _change(random: Random, value: Any) -> Any:
     elif kind == 1 and isinstance(inner, dict):
         inner[random.choice([*TEXTS[:12], f"{key}s", str(key).upper()])] = inner.pop(key)
     elif kind == 2 and isinstance(inner, list):
-        inner += inner[-1:] * random.choice([1, 2, 1_000])
+        text = json.dumps(inner[-1:])
+        most = max(LONGEST // len(text), 1)  # copies of copies would take all memory
+        inner += [one for _ in range(min(random.choice([1, 2, 1_000]), most)) for one in json.loads(text)]
     elif kind == 3:
         inner[key] = [inner[key]] if random.random() < 0.5 else {"x": inner[key]}
     elif kind == 4:
