@@ -170,10 +170,8 @@ def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
         if not dry_run:
             try:
                 with exclusive_dir(folder):
-                    store = workspace.stored(folder)
-                    if store is not None:
-                        store.remove()
-                    _remove(folder)
+                    workspace.remove(folder)
+                    _remove(folder)  # a link
             except ConfigError:  # another process works in it
                 gone.pop()
     return _summarize("run folders", gone, size)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -91,6 +92,13 @@ class Workspace:
 
         everything = ObjectFolder(self.config.storage.path, self.config.warehouse.catalog)
         return everything.child(folder.relative_to(self.home).as_posix())
+
+    def remove(self, folder: Path) -> None:
+        """Removes a folder of `home`, here and from `storage.path`. It may be gone already."""
+        store = self.stored(folder)
+        if store is not None:
+            store.remove()
+        shutil.rmtree(folder, ignore_errors=True)
 
     def unfinished_folder(self, kind: str, name: str, done: str) -> Path:
         """Returns the first of `name-0`, `name-1`, ... below `home`/kind without the file `done`.

@@ -1,7 +1,6 @@
 """A day of recurring training: its snapshot, its champion, the days new to it, and the training of the day."""
 
 import datetime
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -328,10 +327,9 @@ def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
     for folder in old[config.recurring.keep_checkpoints :]:
         store = workspace.stored(folder)
         if store is not None:
-            for name in (WEIGHTS, CHECKPOINTS):
-                store.remove(name)
+            store.remove(WEIGHTS)
         (folder / WEIGHTS).unlink(missing_ok=True)
         for part in ("model", "int8", CHECKPOINTS):  # checkpoints last: they mark a folder as not cleared
-            shutil.rmtree(folder / part, ignore_errors=True)
+            workspace.remove(folder / part)
         cleared.append(folder.name)
     return cleared

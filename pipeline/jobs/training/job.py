@@ -1,7 +1,6 @@
 """A pinned training: what it reads, where it writes, and whether it is done. Also its MLflow run."""
 
 import datetime
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -182,11 +181,9 @@ def find_begun(workspace: Workspace, folder: Path) -> SnapshotRef | None:
 def begin(workspace: Workspace, job: TrainingJob) -> None:
     """Notes the snapshot of a training in its folder. Removes checkpoints that were trained on another one."""
     note, text = Path(job.folder) / SNAPSHOT, job.snapshot.model_dump_json()
-    before, store = workspace.read_shared(note), workspace.stored(note.parent)
+    before = workspace.read_shared(note)
     if before is not None and before != text.encode():  # it has expired
-        shutil.rmtree(note.parent / "checkpoints", ignore_errors=True)
-        if store is not None:
-            store.remove("checkpoints")
+        workspace.remove(note.parent / "checkpoints")
     workspace.write_shared(note, text)
 
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from pipeline.errors import ContractError, TrainingError, from_wire
 from pipeline.forkserver import ForkedProcess, start_process
@@ -54,7 +54,7 @@ class _Alive(_Event, frozen=True):
 class _Stepped(_Event, frozen=True):
     """There is a checkpoint of this step."""
 
-    step: NonNegativeInt
+    step: Annotated[NonNegativeInt, Field(lt=1 << 63)]
 
 
 RECORDS: dict[str, type[_Event]] = {"alive": _Alive, "saved": _Stepped, "resumed": _Stepped}

@@ -118,44 +118,58 @@ class StoredCheckpoints(Checkpoints):
         rank = dist.get_rank()
         temporary = self.folder / f".{name}.rank-{rank}.tmp"  # ranks of one host share the folder
         place = f"{name}/{gather_objects(uuid.uuid4().hex, group)[0]}"
-        files: dict[str, str] = {}
-        failure = None
-        try:
+
+        def begin() -> None:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
+
+        def write() -> None:
             dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(temporary)), process_group=group)  # type: ignore[attr-defined]
+
+        def put() -> dict[str, str]:
             if rank == 0:
                 write_json(temporary / PROGRESS, {"progress": dict(progress), "identity": dict(identity)})
-            for path in sorted(temporary.iterdir()):
-                files[path.name] = sha256(path)
-                self.store.put(path, f"{place}/{path.name}")
-        except (OSError, StorageError, CheckpointException) as error:
-            cause = find_cause(error) if not isinstance(error, StorageError) else error
-            failure = f"{cause}".split("\n")[0].rstrip(".")
+            files = {path.name: sha256(path) for path in sorted(temporary.iterdir())}
+            for file in files:
+                self.store.put(temporary / file, f"{place}/{file}")
+            return files
+
+        def publish() -> None:
+            if rank == 0:
+                whole = {file: digest for found in parts for file, digest in found.items()}
+                self._publish(name, _Manifest(at=place, files=whole))
+
+        try:
+            self._together(name, group, begin)
+            self._together(name, group, write)
+            parts = self._together(name, group, put)
+            self._together(name, group, publish)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        parts = gather_objects((files, failure), group)
-        failed = next(((number, reason) for number, (_, reason) in enumerate(parts) if reason is not None), None)
-        if failed is None and rank == 0:
-            whole = {file: digest for found, _ in parts for file, digest in found.items()}
-            failed = self._publish(name, _Manifest(at=place, files=whole))
-        failed = gather_objects(failed, group)[0]
-        if failed is not None:
-            raise CheckpointError(
-                f"checkpoint '{name}' of rank {failed[0]}", f"to be written to {self.store.address}", failed[1],
-                "Check the store. Earlier checkpoints are kept.",
-            )  # fmt: skip
 
-    def _publish(self, name: str, manifest: _Manifest) -> tuple[int, str] | None:
-        """Writes the manifest, then removes the files of the checkpoint that it replaces. Returns why it failed."""
+    def _together(self, name: str, group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
+        """Does something on every rank and returns the results by rank. If it fails on one, all raise its error."""
+        done = failure = None
         try:
-            self.store.write(f"{name}/{MANIFEST}", manifest.model_dump_json().encode())
-            for place in {f"{name}/{one.partition('/')[0]}" for one in self.store.child(name).names() if "/" in one}:
-                if place != manifest.at:
-                    self.store.remove(place)
-        except StorageError as error:
-            return 0, f"{error}".rstrip(".")
-        return None
+            done = do()
+        except (OSError, StorageError, CheckpointException) as error:
+            cause = error if isinstance(error, StorageError) else find_cause(error)
+            failure = f"{cause}".split("\n")[0].rstrip(".") or type(cause).__name__
+        parts = gather_objects((done, failure), group)
+        for rank, (_, reason) in enumerate(parts):
+            if reason is not None:
+                raise CheckpointError(
+                    f"checkpoint '{name}' of rank {rank}", f"to be written to {self.store.address}", reason,
+                    "Check the store. Earlier checkpoints are kept.",
+                )  # fmt: skip
+        return [result for result, _ in parts]
+
+    def _publish(self, name: str, manifest: _Manifest) -> None:
+        """Writes the manifest, then removes the files of the checkpoint that it replaces."""
+        self.store.write(f"{name}/{MANIFEST}", manifest.model_dump_json().encode())
+        for place in {f"{name}/{one.partition('/')[0]}" for one in self.store.child(name).names() if "/" in one}:
+            if place != manifest.at:
+                self.store.remove(place)
 
     def find_latest(self, damaged: Damaged) -> str | None:
         """Returns the name of the newest checkpoint that verifies, and copies it here. Removes leftovers.
