@@ -29,6 +29,8 @@ SERVERS = "PREFECT_SERVER_API_AUTH_STRING"
 """The same string, in the settings of a server."""
 OTHERS = ("PREFECT_API_KEY", "PREFECT_CLIENT_CUSTOM_HEADERS")
 """Settings with which Prefect's client authenticates in another way."""
+NO_HTTP = (ValueError, http.client.HTTPException, OverflowError, MemoryError)
+"""What urllib raises if the address is none, or what answers there speaks no HTTP or promises a body without end."""
 ANSWER_SECONDS = 5.0
 HOST = "127.0.0.1"
 """Where our servers listen. `localhost` may mean ::1, where somebody else can listen."""
@@ -119,7 +121,7 @@ def answers(address: str) -> bool:
         return True
     except OSError as error:  # a busy server is one, too
         return isinstance(getattr(error, "reason", error), TimeoutError)
-    except (ValueError, http.client.HTTPException):  # no address, or no server of HTTP
+    except NO_HTTP:
         return False
 
 
@@ -228,7 +230,7 @@ def check_access(address: str, secret: str | None) -> None:
             remedy = f"Set {VARIABLE}. For a server of `make ui`, use the text of the file that it names."
             given = "none" if secret is None else "another one"
             raise ConfigError(f"server at {address}", "its authentication string", given, remedy) from None
-    except (OSError, ValueError, http.client.HTTPException):
+    except (OSError, *NO_HTTP):
         pass
 
 

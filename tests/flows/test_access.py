@@ -407,8 +407,11 @@ def test_a_damaged_secret_is_one_sentence(tmp_path, monkeypatch):
         access.read_secret(tmp_path)
 
 
-def test_a_port_of_another_service_says_nothing_about_access(monkeypatch):
-    """It does not speak HTTP."""
+ENDLESS = b"HTTP/1.1 302 Found\r\nLocation: /x\r\nContent-Length: 99999999999999999999\r\n\r\n"
+
+
+@pytest.mark.parametrize("says", [b"220 mail\r\n", ENDLESS], ids=["no HTTP", "a body without end"])
+def test_a_port_of_another_service_says_nothing_about_access(says):
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():
@@ -416,7 +419,7 @@ def test_a_port_of_another_service_says_nothing_about_access(monkeypatch):
                 channel, _ = server.accept()
                 with channel:
                     channel.recv(1 << 16)
-                    channel.sendall(b"220 mail\r\n")
+                    channel.sendall(says)
 
         threading.Thread(target=answer, daemon=True).start()
         address = f"http://127.0.0.1:{server.getsockname()[1]}/api"
