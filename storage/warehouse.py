@@ -130,7 +130,7 @@ class Warehouse:
                 f"table '{name}'", "a table of the warehouse", f"tables: {known}", "Run `python -m flows.ingest` first."
             ) from None
 
-    def _writable(self, name: str) -> Table:
+    def writable(self, name: str) -> Table:
         """Loads a table to change it. pyiceberg can read format version 3, but not write it."""
         table = self.table(name)
         if table.format_version > 2:
@@ -340,7 +340,7 @@ class Warehouse:
                         creation.update_spec() as spec,
                     ):
                         spec.add_identity(DAY)
-                table = self._writable(name)
+                table = self.writable(name)
                 _refuse_stranger(table, schema)
                 _check_types(name, table.schema().as_arrow(), schema)
                 if not _holds_all(table.schema().as_arrow(), schema):
@@ -402,10 +402,14 @@ class Warehouse:
     def day_notes(self, name: str) -> dict[datetime.date, Any]:
         """Returns day -> the note of the write that left its files.
 
-        Days without a note and days that another engine has written since are left out.
+        Days without a note and days that another engine has written since are left out. A day keeps its note if rows
+        of it are only marked as deleted.
         """
         table = self.table(name)
-        return notes(table, self._names_now(table))
+        if table.current_snapshot() is None:
+            return {}
+        files = self._files(_reference(table))  # deleted rows do not change what a day was made of
+        return notes(table, {day: hash_paths([one.file.file_path for one in files[day]]) for day in files})
 
     def _names_now(self, table: Table) -> dict[datetime.date, str]:
         return {} if table.current_snapshot() is None else self.day_names(_reference(table))
@@ -416,7 +420,7 @@ class Warehouse:
 
     def set_properties(self, name: str, values: Mapping[str, str]) -> None:
         """Sets properties of a table in one commit."""
-        with self._writable(name).transaction() as transaction:
+        with self.writable(name).transaction() as transaction:
             transaction.set_properties(dict(values))
 
     def whole_days(self, name: str) -> set[datetime.date]:
@@ -448,7 +452,7 @@ class Warehouse:
                 f"{holder.snapshot_id}", "A tag cannot move to another snapshot. Choose another name.",
             )  # fmt: skip
         if holder is None:
-            self._writable(reference.table).manage_snapshots().create_tag(reference.snapshot_id, tag).commit()
+            self.writable(reference.table).manage_snapshots().create_tag(reference.snapshot_id, tag).commit()
 
     def schema(self, reference: SnapshotRef) -> pa.Schema:
         """Returns the Arrow schema of the table at the snapshot."""
@@ -457,11 +461,11 @@ class Warehouse:
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
         """Counts the rows of each day at the snapshot, in order of the days.
 
-        It reads metadata, and the lists of deleted rows where another engine has deleted some.
+        It reads metadata, and the lists of deleted rows where another engine has deleted some. A damaged list deletes
+        nothing here, so that it blocks no other day. Reading its day raises.
         """
-        deleted = DeletedRows(self.table(reference.table).io)
-        counts = {day: sum(map(deleted.count_left, files)) for day, files in self._files(reference).items()}
-        return {day: rows for day, rows in counts.items() if rows}
+        counts = DeletedRows(self.table(reference.table).io)
+        return {day: sum(map(counts.estimate_left, files)) for day, files in self._files(reference).items()}
 
     def count_rows(self, reference: SnapshotRef, days: Iterable[datetime.date]) -> int:
         """Counts the rows of some days, as `day_rows`.
@@ -499,7 +503,12 @@ class Warehouse:
         files: dict[datetime.date, list[DayFile]] = {}
         for found in data_files(self.table(reference.table), reference):
             files.setdefault(found.day, []).append(found)
-        return dict(sorted(files.items()))
+        counts = DeletedRows(self.table(reference.table).io)
+        return {
+            day: found
+            for day, found in sorted(files.items())
+            if not any(one.deletes for one in found) or any(map(counts.estimate_left, found))
+        }
 
     def reader(
         self, reference: SnapshotRef, columns: Sequence[str], row_filter: BooleanExpression | None = None

@@ -85,8 +85,11 @@ class Workspace:
         return joined_schema(self.warehouse, snapshot, self.feature_joins())
 
     def stored(self, folder: Path) -> "ObjectFolder | None":
-        """Returns where `storage.path` has a folder of `home`. None: this config stores nothing there."""
-        if self.config.storage.path is None:
+        """Returns where `storage.path` has the folder of a training, or one in it. None: it has not.
+
+        Trials, replays and backtests are not continued by other machines, so they stay below `home`.
+        """
+        if self.config.storage.path is None or folder.relative_to(self.home).parts[0] != "runs":
             return None
         from storage.objects import ObjectFolder
 
@@ -95,10 +98,10 @@ class Workspace:
 
     def remove(self, folder: Path) -> None:
         """Removes a folder of `home`, here and from `storage.path`. It may be gone already."""
+        shutil.rmtree(folder, ignore_errors=True)
         store = self.stored(folder)
         if store is not None:
             store.remove()
-        shutil.rmtree(folder, ignore_errors=True)
 
     def unfinished_folder(self, kind: str, name: str, done: str) -> Path:
         """Returns the first of `name-0`, `name-1`, ... below `home`/kind without the file `done`.

@@ -24,9 +24,16 @@ class _FilledFiles(MultiProcessCollector):
         self.folder = Path(folder)
 
     def collect(self) -> Iterable[Metric]:
-        filled = [str(path) for path in self.folder.glob("*.db") if path.stat().st_size]
+        filled = [str(path) for path in self.folder.glob("*.db") if _is_filled(path)]
         found: Iterable[Metric] = self.merge(filled)
         return found
+
+
+def _is_filled(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:  # a process ended, and its gauges have just been removed
+        return False
 
 
 class ServerMetrics:

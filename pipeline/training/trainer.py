@@ -80,7 +80,7 @@ class Trainer:
         store: ObjectFolder | None = None,
     ) -> None:
         self.model, self.config, self.batches, self.validation = model, config, batches, validate
-        self.folder, self.emit, self.seed, self.device = folder, emit, seed, device
+        self.emit, self.seed, self.device = emit, seed, device
         self.optimizer = dense_optimizer(model, config)
         replicated = replicated_tables(model)
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
@@ -424,7 +424,7 @@ class Trainer:
         if step >= 0:
             self.load(self.checkpoints.fetch(f"step-{int(step):010d}"))
             if not self.keeps_lost:
-                self.progress.require_rows(self.folder)
+                self.progress.require_rows(self.checkpoints.folder)
             lost = sum(one.rows for one in self.progress.position.lost)
             self.emit({"event": "resumed", "step": self.progress.steps, "rows": self.progress.rows, "lost": lost})
         elif self.begin is not None:
@@ -503,7 +503,7 @@ class Trainer:
             checkpoint.verify(best_folder)
             self.load(best_folder)
             if not self.keeps_lost:
-                self.progress.require_rows(self.folder)
+                self.progress.require_rows(self.checkpoints.folder)
             best = self.progress.model_dump(include={"best_step", "best_ne"})
             self.progress = final.model_copy(update=best)
         elif self.average is not None and final.averaged:

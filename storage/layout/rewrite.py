@@ -80,7 +80,7 @@ def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: 
         ConflictError: If another writer changed the day in the meantime.
         StorageError: If the rows written differ from the rows read.
     """
-    table, reference = warehouse.table(name), warehouse.current(name)
+    table, reference = warehouse.writable(name), warehouse.current(name)
     reader = SnapshotReader(table, reference, table.schema().as_arrow().names, None, table.schema())
     before, rows = warehouse.day_files(reference)[day], warehouse.count_rows(reference, [day])
     sums = connect([], temporary, "1GB")

@@ -61,7 +61,7 @@ class SmallTrainer(Trainer):
         self.model = nn.Module()  # type: ignore[assignment]
         self.weights = torch.zeros(3)
         self.config, self.batches, self.validation = run.config, self.make_batches, self.measure
-        self.folder, self.emit, self.seed, self.device = run.folder, run.note, 0, torch.device("cpu")
+        self.emit, self.seed, self.device = run.note, 0, torch.device("cpu")
         self.identity, self.begin, self.lost, self.keeps_lost = IDENTITY, run.check_none, None, True
         self.prefetcher = self.average = self.lanes = None
         self.checkpoints = Checkpoints(run.folder)

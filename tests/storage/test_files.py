@@ -272,6 +272,7 @@ def test_a_day_without_a_row_left_is_gone(warehouse: Warehouse) -> None:
     path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
     delete_rows(warehouse.table("events"), {path: [0]}, Record(number(DAY1)))
     assert warehouse.day_rows(warehouse.current("events")) == {DAY2: 1}
+    assert warehouse.day_contents(warehouse.current("events")).keys() == {DAY2}
     assert [row[1] for row in read(warehouse, [DAY1, DAY2])] == [1]
 
 
@@ -285,9 +286,10 @@ def test_an_unreadable_list_of_deleted_rows_is_named(warehouse: Warehouse, how: 
     flipped = bytes([whole[20] ^ 1])
     for damaged in (whole[:-9], b"PFA1", b"", b"PAR1" + whole[4:-40], whole[:20] + flipped + whole[21:]):
         Path(listed).write_bytes(damaged)
-        for call in (read, lambda all: all.day_rows(all.current("events"))):
+        for call in (read, lambda all: all.count_rows(all.current("events"), [DAY1])):
             with pytest.raises(CorruptFileError, match=f"file '{re.escape(listed)}', which lists deleted rows of"):
                 call(warehouse)
+        assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 2, DAY2: 1}  # it blocks no other day
     assert [row[1] for row in read(warehouse, [DAY2])] == [2]
     write(warehouse, DAY1, DAY1, first=4)
     assert [row[1] for row in read(warehouse)] == [4, 5, 2]

@@ -114,7 +114,7 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
     folder = str(workspace.home / "backtests" / f"{config.name}-{identity}")
     counts: dict[Part, int] = {"valid": count_rows(data["valid"], workspace.warehouse)} if "valid" in data else {}
     first = TrainingJob(identity=identity, snapshot=snapshot, folder=folder, rows=counts, data=data, done=None)
-    ranks = make_rank_spec(workspace, first).model_copy(update={"store": None})  # only its result is kept
+    ranks = make_rank_spec(workspace, first)
     whole_rows = ranks.preprocessing.model_copy(update={"on_corrupt": "fail"})  # nobody would hear of lost rows
     spec = BacktestSpec(
         scratch=ranks.model_copy(update={"preprocessing": whole_rows}),

@@ -120,7 +120,8 @@ class StoredCheckpoints(Checkpoints):
         place = f"{name}/{gather_objects(uuid.uuid4().hex, group)[0]}"
 
         def begin() -> None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for old in self.folder.glob(f".*.rank-{rank}.tmp"):  # of a rank that was killed
+                shutil.rmtree(old, ignore_errors=True)
             temporary.mkdir(parents=True)
 
         def write() -> None:
@@ -143,9 +144,13 @@ class StoredCheckpoints(Checkpoints):
             self._together(name, group, begin)
             self._together(name, group, write)
             parts = self._together(name, group, put)
-            self._together(name, group, publish)
+        except CheckpointError:
+            if rank == 0:
+                self._discard(place)
+            raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+        self._together(name, group, publish)  # if that fails, the manifest may still be there, and its files stay
 
     def _together(self, name: str, group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
         """Does something on every rank and returns the results by rank. If it fails on one, all raise its error."""
@@ -167,9 +172,15 @@ class StoredCheckpoints(Checkpoints):
     def _publish(self, name: str, manifest: _Manifest) -> None:
         """Writes the manifest, then removes the files of the checkpoint that it replaces."""
         self.store.write(f"{name}/{MANIFEST}", manifest.model_dump_json().encode())
-        for place in {f"{name}/{one.partition('/')[0]}" for one in self.store.child(name).names() if "/" in one}:
-            if place != manifest.at:
-                self.store.remove(place)
+        with suppress(StorageError):
+            files = self.store.child(name).names()
+            for place in {f"{name}/{one.partition('/')[0]}" for one in files if "/" in one} - {manifest.at}:
+                self._discard(place)
+
+    def _discard(self, place: str) -> None:
+        """Removes what nobody needs any more. Fails without a word: the next save or start tries again."""
+        with suppress(StorageError):
+            self.store.remove(place)
 
     def find_latest(self, damaged: Damaged) -> str | None:
         """Returns the name of the newest checkpoint that verifies, and copies it here. Removes leftovers.
@@ -180,7 +191,12 @@ class StoredCheckpoints(Checkpoints):
         checkpoint.remove_partial(self.folder)
         whole, partial = self._list()
         for name in partial:
-            self.store.remove(name)
+            self._discard(name)
+        if not whole and (here := checkpoint.list_checkpoints(self.folder)):
+            raise CheckpointError(
+                f"checkpoints in '{self.folder}'", f"none, or others in {self.store.address}, too", here[-1].name,
+                "Finish this training with the storage.path that it began with, or remove the folder to start again.",
+            )  # fmt: skip
         for name in reversed(whole):
             try:
                 self.fetch(name)
@@ -264,12 +280,13 @@ class StoredCheckpoints(Checkpoints):
 
     def prune(self, keep: int, newest: str) -> None:
         """Removes all but `keep` checkpoints: the newest one and those before it."""
-        names, _ = self._list()
-        kept = [name for name in names if name <= newest][-keep:]
-        for name in names:
-            if name not in kept:
-                self.store.remove(f"{name}/{MANIFEST}")
-                self.store.remove(name)
+        with suppress(StorageError):
+            names, _ = self._list()
+            kept = [name for name in names if name <= newest][-keep:]
+            for name in names:
+                if name not in kept:
+                    self._discard(f"{name}/{MANIFEST}")
+                    self._discard(name)
 
 
 def _damaged(name: str, expected: str, actual: str) -> CheckpointError:

@@ -116,7 +116,7 @@ def trained(spec: Cases, name: str, folder: Path) -> dict[str, Any] | None:
     dropout = settings.pop("dropout", 0.0)
     config = training(spec.world_size, **settings)
     trainer = make_trainer(config, dropout)
-    trainer.folder = folder / name
+    trainer.checkpoints.folder = folder / name
     if spec.start is not None:
         trainer.load(Path(spec.start) / name / "end")
     losses = []
@@ -133,7 +133,7 @@ def trained(spec: Cases, name: str, folder: Path) -> dict[str, Any] | None:
         sums = evaluate_sums(trainer.model, mine(), trainer.device, config)
     if weights is None:
         return None
-    state = checkpoint.read_whole(trainer.folder / "end", "model/", "dense/", "tables/")
+    state = checkpoint.read_whole(trainer.checkpoints.folder / "end", "model/", "dense/", "tables/")
     return {"weights": digest(weights), "state": digest(state), "losses": losses, "validation": sums.model_dump()}
 
 

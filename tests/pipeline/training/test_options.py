@@ -41,7 +41,7 @@ def train(make_trainer: Maker, steps: int, **settings: Any) -> tuple[Trainer, di
     trainer, _ = make_trainer(max_steps=steps, checkpoint_every_steps=None, **settings)
     first = weights_of(trainer)
     trainer.train()
-    shutil.rmtree(trainer.folder)
+    shutil.rmtree(trainer.checkpoints.folder)
     return trainer, first
 
 

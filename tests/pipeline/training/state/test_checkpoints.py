@@ -72,6 +72,12 @@ def test_another_host_reads_what_was_saved(kept: StoredCheckpoints, folder: Obje
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "there")] == ["step-0000000001"]
 
 
+def test_a_training_that_began_without_the_store_is_not_restarted_without_a_word(kept: StoredCheckpoints) -> None:
+    checkpoint.save(kept.folder / "step-0000000004", tensors(4), {"steps": 4}, IDENTITY)
+    with pytest.raises(CheckpointError, match=r"Finish this training with the storage\.path that it began with"):
+        kept.find_latest(pytest.fail)
+
+
 def test_a_checkpoint_is_replaced_at_once_and_old_files_go(
     kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path
 ) -> None:
