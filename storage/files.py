@@ -2,14 +2,12 @@
 
 import datetime
 import zlib
-from collections.abc import Collection, Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.expressions import BooleanExpression, In
@@ -29,10 +27,11 @@ from storage.config import DAY
 from storage.errors import CorruptFileError, StorageError
 
 EPOCH = datetime.date(1970, 1, 1)
-KEPT_POSITIONS = 64
-"""Data files whose deleted rows a reader remembers."""
+KEPT_ROWS = 1 << 24
+"""Deleted rows that are remembered, of eight bytes each."""
 PUFFIN = b"PFA1"
 """First bytes of a file with deletion vectors."""
+Positions = npt.NDArray[np.int64]
 
 
 class SnapshotRef(BaseModel, frozen=True):
@@ -163,69 +162,81 @@ def refuse_unreadable(table: Table, found: DayFile) -> None:
 
 class DeletedRows:
     """Reads which rows of data files another engine has deleted by position (Iceberg specification, "Position Delete
-    Files" and "Deletion Vectors").
-
-    Args:
-        io: Opens the files.
+    Files" and "Deletion Vectors"). A list may name rows of all files of a day, so the last ones read are kept.
     """
 
-    def __init__(self, io: FileIO) -> None:
-        self._io = io
-        self._remembered = lru_cache(KEPT_POSITIONS)(self._read)
+    def __init__(self) -> None:
+        self._kept: dict[str, Mapping[str, Positions]] = {}
 
-    def positions(self, path: str, deletes: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    def positions(self, io: FileIO, path: str, deletes: Iterable[str]) -> Positions:
         """Returns the positions of a data file's deleted rows, ascending and each once.
 
         Args:
+            io: Opens the lists.
             path: The data file.
-            deletes: Paths of the files that list its deleted rows.
+            deletes: Paths of the lists of its deleted rows.
         Raises:
             CorruptFileError: If one of them is unreadable.
         """
-        return self._remembered(path, deletes) if deletes else np.empty(0, np.int64)
+        found = [rows for listed in deletes if (rows := self._read(io, listed).get(path)) is not None]
+        return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 
-    def count_left(self, found: DayFile) -> int:
+    def count_left(self, io: FileIO, found: DayFile) -> int:
         """Returns how many rows of a data file are not deleted. Raises as `positions`."""
-        return found.file.record_count - len(self.positions(found.file.file_path, found.deletes))
+        return found.file.record_count - len(self.positions(io, found.file.file_path, found.deletes))
 
-    def estimate_left(self, found: DayFile) -> int:
+    def estimate_left(self, io: FileIO, found: DayFile) -> int:
         """As `count_left`, but a damaged list deletes nothing."""
         try:
-            return self.count_left(found)
+            return self.count_left(io, found)
         except CorruptFileError:
             return found.file.record_count
 
-    def _read(self, path: str, deletes: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        return np.unique(np.concatenate([self._read_one(path, listed) for listed in deletes]))
-
-    def _read_one(self, path: str, listed: str) -> npt.NDArray[np.int64]:
-        try:
-            with self._io.new_input(listed).open() as file:
-                puffin = file.read(len(PUFFIN)) == PUFFIN
-                file.seek(0)
-                return _read_vector(file.read(), path) if puffin else _read_positions(file, path)
-        except (OSError, ValueError, LookupError, pa.ArrowException) as error:
-            raise CorruptFileError(
-                f"file '{listed}', which lists deleted rows of '{path}'", "a whole Parquet or Puffin file",
-                str(error).split("\n")[0].rstrip(".") or "none", "Ingest the day again with force=true.",
-            ) from error  # fmt: skip
+    def _read(self, io: FileIO, listed: str) -> Mapping[str, Positions]:
+        if listed not in self._kept:
+            self._kept[listed] = _read_list(io, listed)
+            sizes = {name: sum(map(len, rows.values())) for name, rows in self._kept.items()}
+            for oldest in list(sizes)[:-1]:
+                if sum(sizes.values()) > KEPT_ROWS:
+                    del self._kept[oldest], sizes[oldest]
+        return self._kept[listed]
 
 
-def _read_positions(file: Any, path: str) -> npt.NDArray[np.int64]:
-    own = pc.field("file_path") == path
-    rows = pq.read_table(file, columns=["pos"], filters=own, use_threads=False, page_checksum_verification=True)
-    return rows["pos"].to_numpy().astype(np.int64)
+def _read_list(io: FileIO, listed: str) -> dict[str, Positions]:
+    """Returns data file -> positions of its deleted rows."""
+    try:
+        with io.new_input(listed).open() as file:
+            puffin = file.read(len(PUFFIN)) == PUFFIN
+            file.seek(0)
+            return _read_vectors(file.read()) if puffin else _read_positions(file)
+    except (OSError, ValueError, LookupError, pa.ArrowException) as error:
+        raise CorruptFileError(
+            f"file '{listed}', which lists deleted rows", "a whole Parquet or Puffin file",
+            str(error).split("\n")[0].rstrip(".") or "none", "Ingest the day again with force=true.",
+        ) from error  # fmt: skip
 
 
-def _read_vector(content: bytes, path: str) -> npt.NDArray[np.int64]:
+def _read_positions(file: Any) -> dict[str, Positions]:
+    rows = pq.read_table(
+        file, columns=["file_path", "pos"], use_threads=False, read_dictionary=["file_path"],
+        page_checksum_verification=True,
+    )  # fmt: skip
+    paths = rows["file_path"].unify_dictionaries().combine_chunks()
+    codes, names = paths.indices.to_numpy(), paths.dictionary.to_pylist()
+    order = np.argsort(codes, kind="stable")
+    starts = np.searchsorted(codes[order], np.arange(1, len(names)))
+    return dict(zip(names, np.split(rows["pos"].to_numpy()[order].astype(np.int64), starts), strict=bool(names)))
+
+
+def _read_vectors(content: bytes) -> dict[str, Positions]:
     puffin = PuffinFile(content)
     for blob in puffin.footer.blobs:
         payload = puffin.get_blob_payload(blob)
         end = 4 + int.from_bytes(payload[:4], "big")
         if zlib.crc32(payload[4:end]) != int.from_bytes(payload[end : end + 4], "big"):
             raise ValueError("a deletion vector with another checksum")
-    vectors = [one for one in deletion_vectors_from_puffin_file(puffin) if one.referenced_data_file == path]
-    return np.concatenate([np.empty(0, np.int64), *(one.to_vector().to_numpy() for one in vectors)]).astype(np.int64)
+    vectors = deletion_vectors_from_puffin_file(puffin)
+    return {one.referenced_data_file: one.to_vector().to_numpy().astype(np.int64) for one in vectors}
 
 
 def rewrite_call(table: Table, option: str, value: str) -> str:

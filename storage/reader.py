@@ -95,7 +95,7 @@ class SnapshotReader:
                 )  # fmt: skip
         self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
         self._gap_bytes = Layout.gap_of(table.properties)
-        self._deleted = DeletedRows(table.io)
+        self._deleted = DeletedRows()
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
         self._types = {name: arrow.field(name).type for name in needed}
         self._defaults = {name: self.schema.find_field(name).initial_default for name in needed}
@@ -121,7 +121,7 @@ class SnapshotReader:
                 raise self._corrupt(path, f"{file.metadata.num_rows} of {rows} rows")
             self._refuse_constants(path, one.constants - self.stored_columns(file, path).keys())
             starts = _row_group_starts(file.metadata)
-            gone = self._deleted.positions(path, one.deletes)
+            gone = self._deleted.positions(self.table.io, path, one.deletes)
             if len(gone) and not 0 <= gone[0] <= gone[-1] < rows:
                 raise self._corrupt(path, f"{rows} rows and deletes of rows {gone[0]} to {gone[-1]}")
             left = np.diff(starts) - np.diff(np.searchsorted(gone, starts))
@@ -183,7 +183,7 @@ class SnapshotReader:
         stored = self.stored_columns(file, fragment.path)
         rows = 0
         first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
-        gone = self._deleted.positions(fragment.path, fragment.deletes)
+        gone = self._deleted.positions(self.table.io, fragment.path, fragment.deletes)
         names = {name: stored[i] for name, i in self._ids.items() if i in stored}
         group = file.metadata.row_group(fragment.row_group)
         with self._reading(fragment.path):

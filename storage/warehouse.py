@@ -93,6 +93,7 @@ class Warehouse:
     def __init__(self, config: WarehouseConfig, home: Path) -> None:
         self.config = config
         self.home = home
+        self._deleted = DeletedRows()
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -464,8 +465,11 @@ class Warehouse:
         It reads metadata, and the lists of deleted rows where another engine has deleted some. A damaged list deletes
         nothing here, so that it blocks no other day. Reading its day raises.
         """
-        counts = DeletedRows(self.table(reference.table).io)
-        return {day: sum(map(counts.estimate_left, files)) for day, files in self._files(reference).items()}
+        io = self.table(reference.table).io
+        return {
+            day: sum(self._deleted.estimate_left(io, one) for one in files)
+            for day, files in self._files(reference).items()
+        }
 
     def count_rows(self, reference: SnapshotRef, days: Iterable[datetime.date]) -> int:
         """Counts the rows of some days, as `day_rows`.
@@ -477,7 +481,7 @@ class Warehouse:
         found = [one for day in days for one in files[day]]
         for one in found:
             refuse_unreadable(table, one)
-        return sum(map(DeletedRows(table.io).count_left, found))
+        return sum(self._deleted.count_left(table.io, one) for one in found)
 
     def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Returns day -> a hash that identifies its rows, whatever files and order they are in.
@@ -500,14 +504,14 @@ class Warehouse:
         return {day: [found.file for found in files] for day, files in self._files(reference).items()}
 
     def _files(self, reference: SnapshotRef) -> dict[datetime.date, list[DayFile]]:
-        files: dict[datetime.date, list[DayFile]] = {}
-        for found in data_files(self.table(reference.table), reference):
+        """Returns the data files of each day that has a row left."""
+        table, files = self.table(reference.table), dict[datetime.date, list[DayFile]]()
+        for found in data_files(table, reference):
             files.setdefault(found.day, []).append(found)
-        counts = DeletedRows(self.table(reference.table).io)
         return {
             day: found
             for day, found in sorted(files.items())
-            if not any(one.deletes for one in found) or any(map(counts.estimate_left, found))
+            if any(not one.deletes or self._deleted.estimate_left(table.io, one) for one in found)
         }
 
     def reader(
