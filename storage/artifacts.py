@@ -144,6 +144,14 @@ def seal_folder(temporary: Path, path: Path) -> None:
         shutil.rmtree(older)
 
 
+def remove(path: Path) -> None:
+    """Removes a file, a link, or a folder with all that is below. It may be gone already."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:

@@ -39,8 +39,8 @@ class StorageConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     def _known_store(cls, path: str | None) -> str | None:
         scheme, separator, rest = (path or "").partition("://")
         if path is not None and not (separator and scheme in SCHEMES and rest.strip("/")):
-            known = ", ".join(f"{one}://bucket/folder" for one in SCHEMES)
-            raise ValueError(f"expected an address such as {known}, got '{path}'")
+            known = " or ".join(f"{one}://bucket/folder" for one in SCHEMES)
+            raise ValueError(f"an address such as {known}")
         return path
 
 

@@ -2,7 +2,6 @@
 
 import datetime
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from pipeline.registration.retention import (
     retired_versions,
 )
 from pipeline.registration.versions import IDENTITY
-from storage.artifacts import read_line
+from storage.artifacts import read_line, remove
 from storage.maintenance import drop_tags, expire, find_expired, list_tags, vacuum
 
 SHOWN = 20
@@ -156,7 +155,7 @@ def _remove_old(kind: str, places: Iterable[Path], days: float, dry_run: bool) -
     size = sum(map(_size, old))
     if not dry_run:
         for path in old:
-            _remove(path)
+            remove(path)
     return _summarize(kind, [path.name for path in old], size)
 
 
@@ -171,7 +170,6 @@ def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
             try:
                 with exclusive_dir(folder):
                     workspace.remove(folder)
-                    _remove(folder)  # a link
             except ConfigError:  # another process works in it
                 gone.pop()
     return _summarize("run folders", gone, size)
@@ -296,13 +294,6 @@ def _stat(path: Path, read: Callable[[Any], float]) -> float:
         return read(path.lstat())
     except FileNotFoundError:  # removed meanwhile
         return 0.0
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _summarize(kind: str, names: list[str], size: int = 0) -> Removed:

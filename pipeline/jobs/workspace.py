@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import Console, one_line
-from storage.artifacts import write_text
+from storage.artifacts import remove, write_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -84,22 +83,22 @@ class Workspace:
 
         return joined_schema(self.warehouse, snapshot, self.feature_joins())
 
-    def stored(self, folder: Path) -> "ObjectFolder | None":
-        """Returns where `storage.path` has the folder of a training, or one in it. None: it has not.
+    def stored(self, path: Path) -> "ObjectFolder | None":
+        """Returns where `storage.path` has the folder of a training, or what is in it. None: it has not.
 
         Trials, replays and backtests are not continued by other machines, so they stay below `home`.
         """
-        if self.config.storage.path is None or folder.relative_to(self.home).parts[0] != "runs":
+        if self.config.storage.path is None or path.relative_to(self.home).parts[0] != "runs":
             return None
         from storage.objects import ObjectFolder
 
         everything = ObjectFolder(self.config.storage.path, self.config.warehouse.catalog)
-        return everything.child(folder.relative_to(self.home).as_posix())
+        return everything.child(path.relative_to(self.home).as_posix())
 
-    def remove(self, folder: Path) -> None:
-        """Removes a folder of `home`, here and from `storage.path`. It may be gone already."""
-        shutil.rmtree(folder, ignore_errors=True)
-        store = self.stored(folder)
+    def remove(self, path: Path) -> None:
+        """Removes a file or folder of `home`, here and from `storage.path`. It may be gone already."""
+        remove(path)
+        store = self.stored(path)
         if store is not None:
             store.remove()
 
@@ -110,21 +109,23 @@ class Workspace:
         touched.
         """
         folders = (self.home / kind / f"{name}-{attempt}" for attempt in itertools.count())
-        return next(folder for folder in folders if self.read_shared(folder / done) is None)
+        return next(folder for folder in folders if not self.fetch_note(folder / done))
 
-    def read_shared(self, path: Path) -> bytes | None:
-        """Returns the content of a small file of this machine, or else what `storage.path` has of it. None: neither."""
-        if path.exists():
-            return path.read_bytes()
+    def fetch_note(self, path: Path) -> bool:
+        """Tells whether a small file is here. If another machine wrote it, it is copied from `storage.path` first."""
         store = self.stored(path.parent)
-        return None if store is None else store.read(path.name)
+        if path.exists() or store is None:
+            return path.exists()
+        content = store.read(path.name)
+        if content is not None:
+            write_text(path, content.decode(errors="replace"))
+        return content is not None
 
-    def write_shared(self, path: Path, text: str) -> None:
-        """Writes a small file here, and to `storage.path` for other machines."""
-        write_text(path, text)
+    def share_note(self, path: Path) -> None:
+        """Copies a small file to `storage.path`, for other machines."""
         store = self.stored(path.parent)
         if store is not None:
-            store.write(path.name, text.encode())
+            store.put(path, path.name)
 
     def latest_folder(self, kind: str, name: str, done: str, force: bool) -> Path:
         """Returns the last of `name-0`, `name-1`, ... below `home`/kind that exists, else the first.

@@ -422,7 +422,7 @@ class Trainer:
         step = torch.tensor(-1 if found is None else int(found.removeprefix("step-")), device=self.device)
         dist.broadcast(step, 0)
         if step >= 0:
-            self.load(self.checkpoints.fetch(f"step-{int(step):010d}"))
+            self.load(self.checkpoints.fetch(f"step-{int(step):010d}", known=True))
             if not self.keeps_lost:
                 self.progress.require_rows(self.checkpoints.folder)
             lost = sum(one.rows for one in self.progress.position.lost)
@@ -499,9 +499,7 @@ class Trainer:
         self.checkpointer.wait()
         final = self.progress
         if final.best_step is not None:
-            best_folder = self.checkpoints.fetch(BEST)
-            checkpoint.verify(best_folder)
-            self.load(best_folder)
+            self.load(self.checkpoints.fetch(BEST))
             if not self.keeps_lost:
                 self.progress.require_rows(self.checkpoints.folder)
             best = self.progress.model_dump(include={"best_step", "best_ne"})

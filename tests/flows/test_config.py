@@ -515,3 +515,12 @@ def test_the_report_compares_with_baselines_which_are_no_part_of_the_training(co
     found = load(config)
     assert found.evaluation.baselines == ("rate", "logistic", "boosting")
     assert load(config, {"evaluation.baselines": []}).semantics() == found.semantics()
+
+
+@pytest.mark.parametrize("path", ["/data/trainings", "s3:/bucket/trainings", "s3://", "abfs://bucket/trainings"])
+def test_a_path_that_is_no_address_of_a_store_is_refused(path):
+    sentence = (
+        rf"key 'storage.path': expected an address such as s3://bucket/folder or .*, got '{path}'. Correct the value"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        load("configs/smoke.yaml", {"storage.path": path})

@@ -119,4 +119,6 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
     assert found["train"]["weights_sha256"] == plain["train"]["weights_sha256"]
     run = {key.split("/")[2] for key in kept()}
     assert len(run) == 1
-    assert f"kept/runs/{run.pop()}/weights.safetensors" in kept()
+    folder = f"kept/runs/{run.pop()}"
+    shared = ("weights.safetensors", "probe.json", "snapshot.json", "code.json", "registered")
+    assert {f"{folder}/{name}" for name in shared} <= set(kept())

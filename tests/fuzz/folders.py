@@ -78,6 +78,7 @@ def run_folder(folder: Path) -> Iterator[Case]:
         config=SimpleNamespace(sweep=SimpleNamespace(trials=1, space={}, strategy="random")),
         console=SimpleNamespace(log=logging.getLogger("tests.fuzz")),
         warehouse=warehouse,
+        fetch_note=Path.exists,
     )
 
     readers: dict[str, tuple[Any, Callable[[], object]]] = {

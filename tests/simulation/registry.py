@@ -99,8 +99,8 @@ class Run:
         )  # fmt: skip
         space.best_effort = lambda what: Workspace.best_effort(space, what)
         space.stored = lambda folder: None
-        space.read_shared = lambda path: Workspace.read_shared(space, path)
-        space.write_shared = lambda path, text: Workspace.write_shared(space, path, text)
+        space.fetch_note = lambda path: Workspace.fetch_note(space, path)
+        space.share_note = lambda path: Workspace.share_note(space, path)
         return space
 
     def train(self, identity: str) -> None:

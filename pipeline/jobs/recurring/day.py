@@ -325,11 +325,7 @@ def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
     old = sorted((path for path in old if path.name.removeprefix(prefix)[:10] <= f"{day}"), reverse=True)
     cleared = []
     for folder in old[config.recurring.keep_checkpoints :]:
-        store = workspace.stored(folder)
-        if store is not None:
-            store.remove(WEIGHTS)
-        (folder / WEIGHTS).unlink(missing_ok=True)
-        for part in ("model", "int8", CHECKPOINTS):  # checkpoints last: they mark a folder as not cleared
+        for part in (WEIGHTS, "model", "int8", CHECKPOINTS):  # checkpoints last: they mark a folder as not cleared
             workspace.remove(folder / part)
         cleared.append(folder.name)
     return cleared

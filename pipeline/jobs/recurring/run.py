@@ -40,7 +40,7 @@ from pipeline.jobs.recurring.pending import PendingDays, list_days
 from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.training.evaluate import evaluate_model
 from pipeline.jobs.training.finish import finish
-from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, open_training_run
+from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, note_registered, open_training_run
 from pipeline.jobs.training.register import register_run
 from pipeline.jobs.training.train import TRAINED, train
 from pipeline.jobs.workspace import Workspace
@@ -279,7 +279,7 @@ def keep_champion(workspace: Workspace, today: Today, job: TrainingJob, run_id: 
         "identity": today.identity,
     } | dict(job.notes)
     workspace.tracking.log_json(run_id, result, RESULT)
-    workspace.write_shared(Path(job.folder) / REGISTERED, f"{name} {version}\n")
+    note_registered(workspace, job, version)
     return result
 
 

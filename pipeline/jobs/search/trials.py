@@ -3,6 +3,7 @@
 import contextvars
 import hashlib
 import json
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -188,7 +189,7 @@ class Trials:
     def tidy(self, record: TrialRecord) -> None:
         """Removes the files of a trial that is done. The logs of a failed one stay."""
         folder = self.trial_folder(record.number)
-        self.workspace.remove(folder / "checkpoints" if record.state == "failed" else folder)
+        shutil.rmtree(folder / "checkpoints" if record.state == "failed" else folder, ignore_errors=True)
 
     def tidy_all(self) -> None:
         """Removes the files of all done trials. A kill may have prevented it before."""

@@ -27,7 +27,7 @@ from pipeline.jobs.training.evaluate import (
     train_baselines,
 )
 from pipeline.jobs.training.identity import name_test_rows
-from pipeline.jobs.training.job import ABOUT, REGISTERED, TrainingJob
+from pipeline.jobs.training.job import ABOUT, TrainingJob, note_registered
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.jobs.training.summary import (
     DATA,
@@ -229,7 +229,7 @@ def publish(
     text = write_pages(workspace, model.version, run_id)
     # Last: a version is found by its identity only once everything else is in place.
     tracker.client.set_model_version_tag(model.name, str(model.version), IDENTITY, job.identity)
-    workspace.write_shared(Path(job.folder) / REGISTERED, f"{model.name} {model.version}\n")
+    note_registered(workspace, job, model.version)
     place = f"{PAGE} of MLflow run {run_id[:8]}, or python -m flows.report CONFIG run={model.version}"
     workspace.console.log.info("%s version %s (%s); report: %s", model.name, model.version, alias or "rejected", place)
     with workspace.best_effort("artifacts on the run's page"):

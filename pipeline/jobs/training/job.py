@@ -169,11 +169,8 @@ def find_begun(workspace: Workspace, folder: Path) -> SnapshotRef | None:
     A checkpoint holds a position in its snapshot's files. A later snapshot may hold the same rows in another order.
     """
     note, warehouse = folder / SNAPSHOT, workspace.warehouse
-    if not note.exists():
-        content = workspace.read_shared(note)  # a training of another machine
-        if content is None:
-            return None
-        write_text(note, content.decode(errors="replace"))
+    if not workspace.fetch_note(note):
+        return None
     begun = read_note(note, SnapshotRef)
     return begun if warehouse.table(begun.table).snapshot_by_id(begun.snapshot_id) is not None else None
 
@@ -181,10 +178,17 @@ def find_begun(workspace: Workspace, folder: Path) -> SnapshotRef | None:
 def begin(workspace: Workspace, job: TrainingJob) -> None:
     """Notes the snapshot of a training in its folder. Removes checkpoints that were trained on another one."""
     note, text = Path(job.folder) / SNAPSHOT, job.snapshot.model_dump_json()
-    before = workspace.read_shared(note)
-    if before is not None and before != text.encode():  # it has expired
+    if workspace.fetch_note(note) and note.read_bytes() != text.encode():  # it has expired
         workspace.remove(note.parent / "checkpoints")
-    workspace.write_shared(note, text)
+    write_text(note, text)
+    workspace.share_note(note)
+
+
+def note_registered(workspace: Workspace, job: TrainingJob, version: int) -> None:
+    """Notes that the model of a training is in the registry."""
+    note = Path(job.folder) / REGISTERED
+    write_text(note, f"{workspace.config.model_name} {version}\n")
+    workspace.share_note(note)
 
 
 def make_job(

@@ -1,5 +1,6 @@
 """Trains a version again from its record and compares the two."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def replay_version(workspace: Workspace, version: int | None, overrides: Mapping
         kept.append(folder / "checkpoints")
     finally:
         for one in kept:
-            workspace.remove(one)  # the exported weights stay
+            shutil.rmtree(one, ignore_errors=True)  # the exported weights stay
     return result | {"replayed_first": missing}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from pipeline.config.files import ROOT
-from pipeline.jobs.code_version import UNKNOWN, CodeVersion, note_code, noted_code, read_code
+from pipeline.jobs.code_version import CODE, UNKNOWN, CodeVersion, note_code, noted_code, read_code
 from pipeline.jobs.console import format_rows, step
 from pipeline.jobs.tables.layout import save_read
 from pipeline.jobs.training.events import EventReport, SummaryValues
@@ -147,7 +147,9 @@ def note_changes(workspace: Workspace, folder: Path, code: CodeVersion) -> None:
     """
     if code.commit == UNKNOWN and code.sources == read_code().sources:
         code = read_code()
+    workspace.fetch_note(folder / CODE)
     before, known = noted_code(folder), note_code(folder, code)
+    workspace.share_note(folder / CODE)
     if before and before != known:
         names = [f"{one.commit} (sources {one.sources})" for one in (before[-1], known[-1])]
         workspace.console.log.warning("the code has changed: the training began under %s and now uses %s", *names)

@@ -65,9 +65,18 @@ class Checkpoints:
         found = checkpoint.find_latest(self.folder, damaged)
         return None if found is None else found.name
 
-    def fetch(self, name: str) -> Path:
-        """Returns the folder of a checkpoint on this machine."""
-        return self.folder / name
+    def fetch(self, name: str, known: bool = False) -> Path:
+        """Returns the folder of a checkpoint on this machine.
+
+        Args:
+            known: `find_latest` has just verified it.
+        Raises:
+            CheckpointError: If it is not known and does not verify.
+        """
+        folder = self.folder / name
+        if not known:
+            checkpoint.verify(folder)
+        return folder
 
     def prune(self, keep: int, newest: str) -> None:
         """Removes all but the newest. See `checkpoint.prune`."""
@@ -212,11 +221,13 @@ class StoredCheckpoints(Checkpoints):
         whole = {name for name, file in files if file == MANIFEST}
         return sorted(name for name in whole if STEP.match(name)), {name for name, _ in files} - whole
 
-    def fetch(self, name: str) -> Path:
+    def fetch(self, name: str, known: bool = False) -> Path:
         """Copies a checkpoint to this machine, unless it is there, and returns its verified folder.
 
         Earlier copies of checkpoints of steps are removed.
 
+        Args:
+            known: Of no use here: each host verifies its own copy.
         Raises:
             CheckpointError: If the store does not have it, or it is damaged.
         """
