@@ -92,17 +92,21 @@ def last_line(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
     return json.loads(out.strip().splitlines()[-1]), said
 
 
+OWN = "name=moved"
+"""A table of its own: other tests write the table of the config."""
+
+
 def test_another_machine_continues_a_training_whose_machine_is_lost(
     catalog: dict[str, str], store: Store, tmp_path: Path
 ) -> None:
     """It ends with the weights of an undisturbed training, although the machines have no folder in common."""
-    last_line(run_on(tmp_path / "ingest", catalog))
+    last_line(run_on(tmp_path / "ingest", catalog, "ingest", OWN))
     client = store.client()
 
     def kept() -> list[str]:
         return [one["Key"] for one in client.list_objects_v2(Bucket=store.bucket, Prefix="kept/").get("Contents", [])]
 
-    with run_on(tmp_path / "lost", catalog, "train") as flow:
+    with run_on(tmp_path / "lost", catalog, "train", OWN) as flow:
         try:
             limit = time.monotonic() + 180
             while not any("/step-" in key and key.endswith(MANIFEST) for key in kept()):
@@ -112,10 +116,10 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
         finally:
             flow.kill()
     shutil.rmtree(tmp_path / "lost")
-    found, said = last_line(run_on(tmp_path / "other", catalog, "train"))
+    found, said = last_line(run_on(tmp_path / "other", catalog, "train", OWN))
     assert "resumed at step" in said
     assert found["train"]["rows"] == 10 * ROWS
-    plain, _ = last_line(run_on(tmp_path / "plain", catalog, "train", "storage.path=null"))
+    plain, _ = last_line(run_on(tmp_path / "plain", catalog, "train", OWN, "storage.path=null"))
     assert found["train"]["weights_sha256"] == plain["train"]["weights_sha256"]
     run = {key.split("/")[2] for key in kept()}
     assert len(run) == 1
