@@ -1,18 +1,17 @@
 """What a run records about its code."""
 
 import functools
-import logging
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from pipeline.config import load
 from pipeline.jobs import code_version
 from pipeline.jobs.code_version import CodeVersion
 from pipeline.jobs.training import rank
 from pipeline.jobs.training.train import note_changes
+from pipeline.jobs.workspace import Workspace
 
 
 def test_a_commit_is_marked_for_changed_code_but_not_for_a_changed_report(
@@ -45,8 +44,7 @@ def test_outside_of_git_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytes
 
 
 def note(folder: Path, code: CodeVersion) -> None:
-    workspace: Any = SimpleNamespace(console=SimpleNamespace(log=logging.getLogger("test")))
-    note_changes(workspace, folder, code)
+    note_changes(Workspace(load("configs/smoke.yaml")), folder, code)
 
 
 def test_a_run_notes_every_version_of_the_code_that_trains_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
