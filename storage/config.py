@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from pydantic import BaseModel, PositiveInt, field_validator
 
@@ -44,6 +45,39 @@ class StorageConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
         return path
 
 
+class TableConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """An Iceberg table that another engine writes. It is only read."""
+
+    table: str
+    """`namespace.table` in the catalog of `warehouse.catalog`. Or `catalog.namespace.table`: a catalog of that name in
+    pyiceberg's own file or variables, or in the SQL database of `warehouse.catalog`."""
+    branch: str | None = None
+    """Branch or tag that is read. None: the table's main branch."""
+    day_column: str = DAY
+    """Column that gives the day: a date, a timestamp, text or a number such as 20250131."""
+    day_zone: str = "UTC"
+    """Time zone of the days of a timestamp with a zone, such as America/Los_Angeles."""
+    date_format: tuple[str, ...] | None = None
+    """strptime formats of text and numbers in the day column. The first that fits a value counts. None: `2025-01-31` or
+    `20250131`."""
+
+    @field_validator("table")
+    @classmethod
+    def _has_namespace(cls, table: str) -> str:
+        if len(parts := table.split(".")) < 2 or not all(parts):
+            raise ValueError("a name such as namespace.table or catalog.namespace.table")
+        return table
+
+    @field_validator("day_zone")
+    @classmethod
+    def _known_zone(cls, zone: str) -> str:
+        try:
+            ZoneInfo(zone)
+        except (ZoneInfoNotFoundError, ValueError, OSError):
+            raise ValueError("a time zone such as UTC or Europe/Berlin") from None
+        return zone
+
+
 class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Where the tables are and how their files are written."""
 
@@ -52,6 +86,9 @@ class WarehouseConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     on). Without a catalog: SQLite and local files."""
     namespace: str = "dlrm"
     """Iceberg namespace that holds our tables."""
+    tables: Mapping[str, TableConfig] = {}
+    """Name -> a table of another engine, to join features from. It is only read. `source.table` names that of the
+    samples."""
     codec: str = "zstd"
     """Parquet compression of new tables; existing tables keep their own layout."""
     row_group_rows: PositiveInt = 65_536

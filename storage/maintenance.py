@@ -30,7 +30,7 @@ from pyiceberg.table.update import (
 
 from storage.days import to_properties
 from storage.errors import ConflictError, StorageError
-from storage.files import SnapshotRef
+from storage.snapshot.files import SnapshotRef
 from storage.warehouse import Warehouse
 
 MAIN = "main"

@@ -11,49 +11,45 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel
 from pyiceberg.expressions import And, BooleanExpression, NotIn, NotNull, Or
 from pyiceberg.expressions.visitors import bind, extract_field_ids, rewrite_not
-from pyiceberg.io import FileIO
 from pyiceberg.io.pyarrow import expression_to_pyarrow
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
 from storage.config import DAY as DAY
 from storage.errors import CorruptFileError, StorageError, closest_names
-from storage.files import DayFile, DeletedRows, data_files, refuse_unreadable, rewrite_call, schema_at, snapshot_at
-from storage.files import SnapshotRef as SnapshotRef
-from storage.footer import SUFFIX, read_footer
+from storage.footer import SUFFIX
 from storage.layout.spec import Layout
 from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
+from storage.snapshot.files import DayFile, data_files, refuse_format, rewrite_call, rule_of, schema_at, snapshot_at
+from storage.snapshot.files import SnapshotRef as SnapshotRef
+from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
+from storage.snapshot.parquet import READ_OPTIONS, StoredColumns, corrupt, is_local, open_parquet, reading
 
 READ_ROWS = 8_192
 """Rows decoded at a time."""
-READ_OPTIONS: dict[str, Any] = {
-    "page_checksum_verification": True,
-    "list_type": pa.LargeListType,  # the Arrow types that Iceberg's types map to
-    "binary_type": pa.large_binary(),
-}
 
 
-class Fragment(BaseModel, frozen=True):
+class Fragment(FileRows, frozen=True):
     """A row group of a data file, the unit of one read."""
 
-    path: str
     row_group: int
     rows: int
-    """Rows that are not deleted."""
-    day: datetime.date
-    deletes: tuple[str, ...] = ()
-    """Paths of the files that list deleted rows of the data file."""
+    """Rows of the day that are not deleted."""
+
+    @property
+    def of_file(self) -> FileRows:
+        """The rows of the day in all row groups of the file."""
+        return FileRows.model_validate(self, from_attributes=True)
 
 
 class SnapshotReader:
     """Reads row groups of a pinned snapshot, projected by Iceberg field id and filtered by row.
 
     Field ids, not names, decide which column of a file is read: a feature that was dropped and added again under its
-    old name reads as null in old files, never as the old values. All rows of a file are of the day in its partition.
-    Rows that another engine has deleted by position are left out.
+    old name reads as null in old files, never as the old values. Rows that another engine has deleted are left out, and
+    those of other days where it put several days into one file.
 
     Attributes:
         bytes_read: Bytes of the columns read so far, compressed.
@@ -95,14 +91,12 @@ class SnapshotReader:
                 )  # fmt: skip
         self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
         self._gap_bytes = Layout.gap_of(table.properties)
-        self._deleted = DeletedRows()
+        self._cache = ReadCache()
+        self._left_out = LeftOut(table, rule_of(table, reference), self._cache)
+        self._stored = StoredColumns(table, reference.table)
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
         self._types = {name: arrow.field(name).type for name in needed}
         self._defaults = {name: self.schema.find_field(name).initial_default for name in needed}
-        mapping = table.name_mapping()
-        self._mapped: dict[str, int] | None = None
-        if mapping is not None:
-            self._mapped = {name: field.field_id for field in mapping for name in field.names if field.field_id}
 
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
         """Lists the row groups of the snapshot by day, file and position. Their `rows` count before the row filter.
@@ -113,23 +107,21 @@ class SnapshotReader:
         """
         wanted = None if days is None else frozenset(days)
         found: list[Fragment] = []
-        for one in sorted(data_files(self.table, self.reference, wanted, self.row_filter), key=_file_order):
-            refuse_unreadable(self.table, one)
+        planned = data_files(self.table, self.reference, wanted, self.row_filter, self._cache)
+        for one in sorted(planned, key=_file_order):
+            refuse_format(self.table, one.file)
             path, rows = one.file.file_path, one.file.record_count
             file = self.open(path)
             if file.metadata.num_rows != rows:
                 raise self._corrupt(path, f"{file.metadata.num_rows} of {rows} rows")
             self._refuse_constants(path, one.constants - self.stored_columns(file, path).keys())
             starts = _row_group_starts(file.metadata)
-            gone = self._deleted.positions(self.table.io, path, one.deletes)
+            gone = self._left_out.positions(one.rows)
             if len(gone) and not 0 <= gone[0] <= gone[-1] < rows:
                 raise self._corrupt(path, f"{rows} rows and deletes of rows {gone[0]} to {gone[-1]}")
             left = np.diff(starts) - np.diff(np.searchsorted(gone, starts))
-            found += [
-                Fragment(path=path, row_group=i, rows=kept, day=one.day, deletes=one.deletes)
-                for i, kept in enumerate(left.tolist())
-                if kept
-            ]
+            of_day = dict(one.rows)
+            found += [Fragment(**of_day, row_group=i, rows=kept) for i, kept in enumerate(left.tolist()) if kept]
         return found
 
     def _refuse_constants(self, path: str, missing: Set[int]) -> None:
@@ -143,23 +135,9 @@ class SnapshotReader:
             )  # fmt: skip
 
     def stored_columns(self, file: pq.ParquetFile, path: str) -> dict[int, str]:
-        """Returns field id -> name of each column in a data file.
-
-        A file that no Iceberg engine wrote, but that was registered, has no ids. Then the table maps its names.
-
-        Raises:
-            StorageError: If the file has no ids and the table no mapping.
-        """
+        """Returns field id -> name of each column in a data file. Raises as `StoredColumns.of`."""
         with self._reading(path):
-            own = {number: field.name for field in file.schema_arrow if (number := field_id(field)) is not None}
-        if own:
-            return own
-        if self._mapped is None:
-            raise StorageError(
-                f"file '{path}' of table '{self.reference.table}'", "field ids, or a mapping of names by the table",
-                "neither", "Set the table's property schema.name-mapping.default, or ingest its day with force=true.",
-            )  # fmt: skip
-        return {self._mapped[name]: name for name in file.schema_arrow.names if name in self._mapped}
+            return self._stored.of(file, path)
 
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""
@@ -183,12 +161,12 @@ class SnapshotReader:
         stored = self.stored_columns(file, fragment.path)
         rows = 0
         first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
-        gone = self._deleted.positions(self.table.io, fragment.path, fragment.deletes)
+        gone = self._left_out.positions(fragment.of_file)
         names = {name: stored[i] for name, i in self._ids.items() if i in stored}
         group = file.metadata.row_group(fragment.row_group)
         with self._reading(fragment.path):
-            wanted = self._count_read(group, set(names.values()), _is_local(fragment.path))
-        if not _is_local(fragment.path):
+            wanted = self._count_read(group, set(names.values()), is_local(fragment.path))
+        if not is_local(fragment.path):
             source = RangeFile(self.table.io.new_input(fragment.path).open(), wanted)
             file = pq.ParquetFile(pa.PythonFile(source, "r"), metadata=file.metadata, pre_buffer=False, **READ_OPTIONS)
         parts = file.iter_batches(READ_ROWS, [fragment.row_group], list(names.values()), use_threads=False)
@@ -248,17 +226,14 @@ class SnapshotReader:
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:
-        """Raises `CorruptFileError` for what Arrow says about a file. Names of columns may be no text."""
-        try:
+        with reading(self._name_file(path)):
             yield
-        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise self._corrupt(path, error) from error
 
-    def _corrupt(self, path: str, error: Exception | str) -> CorruptFileError:
-        return CorruptFileError(
-            f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'",
-            "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with force=true.",
-        )  # fmt: skip
+    def _corrupt(self, path: str, error: str) -> CorruptFileError:
+        return corrupt(self._name_file(path), error)
+
+    def _name_file(self, path: str) -> str:
+        return f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'"
 
 
 def _row_group_starts(metadata: pq.FileMetaData) -> npt.NDArray[np.int64]:
@@ -303,22 +278,10 @@ def keep_rows(rows: pa.RecordBatch, keep: pc.Expression | None, columns: list[st
     return table.to_batches()[0] if len(table) else rows.slice(0, 0).select(columns)
 
 
-def open_parquet(io: FileIO, path: str) -> pq.ParquetFile:
-    """Opens a data file for reading by column. Verifies the checksums of footer and pages."""
-    local = _is_local(path)
-    file = pa.memory_map(path.removeprefix("file://")) if local else io.new_input(path).open()
-    metadata = read_footer(file, checked=path.endswith(SUFFIX))
-    return pq.ParquetFile(file, metadata=metadata, pre_buffer=not local, **READ_OPTIONS)
-
-
-def _is_local(path: str) -> bool:
-    return path.removeprefix("file://").startswith("/")
-
-
 def _file_order(found: DayFile) -> tuple[datetime.date, list[str | int]]:
     """Sorts by day, then by order of writing: numbers in file names compare as numbers."""
     parts = re.split(r"(\d+)", found.file.file_path.rsplit("/", 1)[-1])
-    return found.day, [int(part) if part.isdigit() else part for part in parts]
+    return found.rows.day, [int(part) if part.isdigit() else part for part in parts]
 
 
 def _cast(array: pa.Array, kind: pa.DataType, name: str, fragment: Fragment) -> pa.Array:
@@ -336,9 +299,3 @@ def _cast(array: pa.Array, kind: pa.DataType, name: str, fragment: Fragment) -> 
 
 def _fill(value: Any, kind: pa.DataType, rows: int) -> pa.Array:
     return pa.nulls(rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), rows)
-
-
-def field_id(field: pa.Field) -> int | None:
-    """Returns the Iceberg field id that a Parquet file stores for a column."""
-    value = (field.metadata or {}).get(b"PARQUET:field_id")
-    return int(value) if value is not None else None

@@ -34,19 +34,13 @@ from storage.days import (
     to_summary,
 )
 from storage.errors import ConflictError, StorageError, UnknownCommitError
-from storage.files import (
-    DayFile,
-    DeletedRows,
-    data_files,
-    day_of,
-    days_filter,
-    refuse_unreadable,
-    schema_at,
-    snapshot_at,
-)
 from storage.layout.spec import Layout
 from storage.objects import add_variables
 from storage.reader import DAY, SnapshotReader, SnapshotRef
+from storage.snapshot.dating import days_filter
+from storage.snapshot.files import DayFile, data_files, day_of, refuse_format, rule_of, schema_at, snapshot_at
+from storage.snapshot.foreign import ForeignTable, alias_of, load_foreign, newest_snapshot
+from storage.snapshot.left_out import LeftOut, ReadCache
 from storage.writer import DataFileWriter, collect_chunks
 
 PART_OF = "dlrm.part-of"
@@ -93,7 +87,7 @@ class Warehouse:
     def __init__(self, config: WarehouseConfig, home: Path) -> None:
         self.config = config
         self.home = home
-        self._deleted = DeletedRows()
+        self._cache = ReadCache()
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -123,6 +117,8 @@ class Warehouse:
         Raises:
             StorageError: If there is no such table.
         """
+        if name in self.config.tables:
+            return load_foreign(self.catalog, name, self.config.tables[name])
         try:
             return self.catalog.load_table((self.config.namespace, _check_name(name)))
         except NoSuchTableError:
@@ -134,6 +130,11 @@ class Warehouse:
     def writable(self, name: str) -> Table:
         """Loads a table to change it. pyiceberg can read format version 3, but not write it."""
         table = self.table(name)
+        if isinstance(table, ForeignTable):
+            raise StorageError(
+                f"table '{name}'", "a table of our own to change it", f"'{table.source.table}' of another engine",
+                "It is only read. Change it with that engine.",
+            )  # fmt: skip
         if table.format_version > 2:
             raise StorageError(
                 f"format of table '{name}'", "version 1 or 2 to change it", f"{table.format_version}",
@@ -143,7 +144,11 @@ class Warehouse:
 
     def has_table(self, name: str) -> bool:
         """Tells whether the table exists."""
-        return self.catalog.table_exists((self.config.namespace, _check_name(name)))
+        return name in self.config.tables or self.catalog.table_exists((self.config.namespace, _check_name(name)))
+
+    def is_foreign(self, name: str) -> bool:
+        """Tells whether a table is another engine's, which is only read."""
+        return name in self.config.tables
 
     def replace_days(
         self,
@@ -158,7 +163,7 @@ class Warehouse:
     ) -> SnapshotRef:
         """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
 
-        Readers see either all old days or all new ones. Memory holds `file_rows` rows.
+        Readers see either all old days or all new ones. ReadCache holds `file_rows` rows.
 
         Args:
             days: Day -> identity of what is written, recorded in the snapshot's summary.
@@ -314,7 +319,8 @@ class Warehouse:
         overwrite = ReplacedDays(kind, transaction, table.io)
         overwrite.delete_by_predicate(where)
         if table.current_snapshot() is not None:
-            for found in data_files(table, _reference(table), frozenset(days)):
+            for found in data_files(table, _reference(table), frozenset(days), cache=self._cache):
+                _refuse_mixed(found)
                 overwrite.delete_data_file(found.file)
         return overwrite
 
@@ -441,11 +447,15 @@ class Warehouse:
     def tag(self, reference: SnapshotRef, tag: str) -> None:
         """Tags a snapshot, which keeps it from expiring. Tagging it again changes nothing.
 
+        A table of another engine is not tagged. Its owner decides how long a snapshot stays.
+
         Raises:
             StorageError: If there is no such snapshot, or another snapshot has the tag.
         """
         table = self.table(reference.table)
         snapshot_at(table, reference)
+        if isinstance(table, ForeignTable):
+            return
         holder = table.refs().get(tag)
         if holder is not None and holder.snapshot_id != reference.snapshot_id:
             raise StorageError(
@@ -465,9 +475,9 @@ class Warehouse:
         It reads metadata, and the lists of deleted rows where another engine has deleted some. A damaged list deletes
         nothing here, so that it blocks no other day. Reading its day raises.
         """
-        io = self.table(reference.table).io
+        left_out = self._left_out(reference)
         return {
-            day: sum(self._deleted.estimate_left(io, one) for one in files)
+            day: sum(left_out.estimate_left(one.rows, one.file.record_count) for one in files)
             for day, files in self._files(reference).items()
         }
 
@@ -477,11 +487,15 @@ class Warehouse:
         Raises:
             StorageError: If they cannot be read, because a file has another format.
         """
-        table, files = self.table(reference.table), self._files(reference)
+        left_out, files = self._left_out(reference), self._files(reference)
         found = [one for day in days for one in files[day]]
         for one in found:
-            refuse_unreadable(table, one)
-        return sum(self._deleted.count_left(table.io, one) for one in found)
+            refuse_format(left_out.table, one.file)
+        return sum(left_out.count_left(one.rows, one.file.record_count) for one in found)
+
+    def _left_out(self, reference: SnapshotRef) -> LeftOut:
+        table = self.table(reference.table)
+        return LeftOut(table, rule_of(table, reference), self._cache)
 
     def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Returns day -> a hash that identifies its rows, whatever files and order they are in.
@@ -501,17 +515,23 @@ class Warehouse:
         Raises:
             StorageError: If rows of several days may share a file.
         """
-        return {day: [found.file for found in files] for day, files in self._files(reference).items()}
+        found = self._files(reference)
+        for one in (one for files in found.values() for one in files):
+            _refuse_mixed(one)
+        return {day: [one.file for one in files] for day, files in found.items()}
 
     def _files(self, reference: SnapshotRef) -> dict[datetime.date, list[DayFile]]:
         """Returns the data files of each day that has a row left."""
-        table, files = self.table(reference.table), dict[datetime.date, list[DayFile]]()
-        for found in data_files(table, reference):
-            files.setdefault(found.day, []).append(found)
+        left_out, files = self._left_out(reference), dict[datetime.date, list[DayFile]]()
+        for found in data_files(left_out.table, reference, cache=self._cache):
+            files.setdefault(found.rows.day, []).append(found)
         return {
             day: found
             for day, found in sorted(files.items())
-            if any(not one.deletes or self._deleted.estimate_left(table.io, one) for one in found)
+            if any(
+                not (one.rows.deletes or one.rows.values) or left_out.estimate_left(one.rows, one.file.record_count)
+                for one in found
+            )
         }
 
     def reader(
@@ -526,14 +546,14 @@ class Warehouse:
 
 
 def _reference(table: Table) -> SnapshotRef:
-    return SnapshotRef(table=table.name()[-1], snapshot_id=_current(table).snapshot_id)
+    return SnapshotRef(table=alias_of(table), snapshot_id=_current(table).snapshot_id)
 
 
 def _current(table: Table) -> Snapshot:
-    snapshot = table.current_snapshot()
+    snapshot = newest_snapshot(table)
     if snapshot is None:
         raise StorageError(
-            f"table '{table.name()[-1]}'", "at least one day", "an empty table", "Run the ingest flow first."
+            f"table '{alias_of(table)}'", "at least one day", "an empty table", "Run the ingest flow first."
         )
     return snapshot
 
@@ -550,7 +570,20 @@ def _check_name(name: str) -> str:
 
 
 def _name_of(files: Iterable[DayFile]) -> str:
-    return hash_paths([path for found in files for path in (found.file.file_path, *found.deletes)])
+    return hash_paths([path for found in files for path in _paths_of(found)])
+
+
+def _paths_of(found: DayFile) -> list[str]:
+    """Returns the names of a data file and of the files that delete its rows."""
+    return [found.rows.path, *found.rows.deletes, *(one.path for one in found.rows.values)]
+
+
+def _refuse_mixed(found: DayFile) -> None:
+    if found.rows.mixed:
+        raise StorageError(
+            f"file '{found.rows.path}'", "one day's rows, in a partition of that `day`", "rows of several days",
+            "Days of this table are read, but not replaced. Write to a table of another name.",
+        )  # fmt: skip
 
 
 def _are_whole(io: FileIO, files: Sequence[DayFile]) -> bool:

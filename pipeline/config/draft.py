@@ -40,6 +40,11 @@ class Draft(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tru
         """The resolved `home`."""
         return home_path(self.home)
 
+    @property
+    def tables(self) -> WarehouseConfig:
+        """The warehouse, with the samples under `name` if `source.table` has them."""
+        return self.warehouse if self.source is None else self.source.add_table(self.warehouse, self.name)
+
     def sections(self) -> dict[str, Any]:
         """Returns what was chosen apart from features and split, in the order of a complete config."""
         values = self.model_dump(mode="json", exclude_defaults=True) | {"name": self.name}

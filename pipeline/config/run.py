@@ -245,6 +245,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return home_path(self.home)
 
     @property
+    def tables(self) -> WarehouseConfig:
+        """The warehouse, with the samples under `name` if `source.table` has them."""
+        return self.source.add_table(self.warehouse, self.name)
+
+    @property
     def model_name(self) -> str:
         """Name in the registry."""
         return self.registration.model_name or self.name

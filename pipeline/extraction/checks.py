@@ -68,9 +68,11 @@ class CheckResult(BaseModel, frozen=True):
         """Returns outcome -> number of days with it."""
         return dict(Counter(day.outcome for day in self.days if day.outcome != "stored"))
 
-    def raise_failed(self) -> None:
+    def raise_failed(self, instead: str = "quarantine, warn or off") -> None:
         """Raises if a day fails a check.
 
+        Args:
+            instead: Other verdicts of a rule, for the remedy.
         Raises:
             DataError: With the first day that fails, its rule and column, and the number of other failures.
         """
@@ -78,7 +80,7 @@ class CheckResult(BaseModel, frozen=True):
         if failed:
             first, more = failed[0], len(failed) - 1
             others = f" ({more} more)" if more else ""
-            remedy = f"Correct the source, or set ingest.checks.{first.rule} to quarantine, warn or off."
+            remedy = f"Correct the source, or set ingest.checks.{first.rule} to {instead}."
             if first.rule == "losses":
                 remedy = "Restore the input, or write the day as it is now with force=true."
             raise DataError(first.where, first.expected, f"{first.got}{others}", remedy)

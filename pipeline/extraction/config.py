@@ -2,18 +2,20 @@
 
 import datetime
 from collections.abc import Mapping
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.data.columns import MOST_WEIGHT, NAME, TRAILING_DAYS, Names
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
-from storage.config import DAY
+from storage.config import DAY, TableConfig, WarehouseConfig
 
 WEIGHT = "sample_weight"
 """Column with the number of impressions that a row represents after negatives were downsampled."""
 
+TABLE_KEYS = ("table", "branch", "day_zone")
+"""Keys of a source that is read as it is."""
 Format = Literal["auto", "parquet", "csv", "criteo"]
 Verdict = Literal["fail", "quarantine", "warn", "off"]
 """fail: the ingest stops. quarantine: the day is held back in its own table. warn: a line in the log."""
@@ -140,6 +142,12 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     path: str | tuple[str, ...] | None = None
     """Files of samples, or of the feature log: a path, a glob, or several. Relative paths start at the checkout, or at
     the current folder. Or objects, such as `s3://logs/day=*/*.parquet`."""
+    table: str | None = None
+    """Iceberg table of another engine that is read as it is, without an ingest: `namespace.table` in the catalog of
+    `warehouse.catalog`, or `catalog.namespace.table` of a catalog in pyiceberg's own file or variables, or in the same
+    SQL database. Its rows are samples with a label of 0 or 1. `day_column` is `day` unless you name another."""
+    branch: str | None = None
+    """Branch or tag of `table`. None: its main branch."""
     format: Format = "auto"
     """auto: CSV by the file name, else Parquet. criteo: tab-separated, no header, gz too."""
     day_column: str | None = None
@@ -147,6 +155,8 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     date_format: Names | None = None
     """Format of text in the day column and in the times of both logs, such as `%m/%d/%Y`. Of several strptime formats,
     the first that fits a value counts. None: ISO dates and timestamps."""
+    day_zone: str = "UTC"
+    """Time zone of the days of `table`, for a day column that is a timestamp with a zone."""
     day_unit: Literal["seconds", "milliseconds", "microseconds"] | None = None
     """Unit of a day column that holds numbers: the time since 1970-01-01 in UTC. None: it holds dates or text."""
     day: datetime.date | None = None
@@ -164,10 +174,18 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
     @model_validator(mode="after")
     def _names_one_source(self) -> Self:
-        for first, second in (("path", "generator"), ("day_column", "day")):
-            if (getattr(self, first) is None) == (getattr(self, second) is None):
-                found = "neither" if getattr(self, first) is None else "both"
-                raise ConfigError("source", f"either `{first}` or `{second}`", found, "Give exactly one.")
+        given = [f"`{name}`" for name in ("path", "table", "generator") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ConfigError("source", "one of `path`, `table` and `generator`", found, "Give exactly one.")
+        if self.table is not None:
+            return self._fits_table()
+        if (self.day_column is None) == (self.day is None):
+            found = "neither" if self.day is None else "both"
+            raise ConfigError("source", "either `day_column` or `day`", found, "Give exactly one.")
+        for name in TABLE_KEYS:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(f"source.{name}", "`table` with it", "none", "Name a table, or leave it out.")
         if self.generator is not None and self.outcomes is None:
             raise ConfigError("source", "`outcomes` together with `generator`", "none", "Add `outcomes: {}`.")
         if self.generator is None and self.outcomes is not None and self.outcomes.path is None:
@@ -177,6 +195,32 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
         if self.day_unit is not None and self.day_column is None:
             raise ConfigError("source.day_unit", "`day_column` with it", "none", "Name the column of the time.")
         return self
+
+    def _fits_table(self) -> Self:
+        """Refuses what would change the rows of a table that is read as it is."""
+        changes = ("format", "day", "day_unit", "rename", "positive", "outcomes", "lookups")
+        for name in changes:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"source.{name} with source.table", "rows that are read as they are", "a change to them",
+                    "Leave it out, or ingest the table's files with source.path.",
+                )  # fmt: skip
+        self.add_table(WarehouseConfig(), "samples")  # checks the values
+        return self
+
+    def add_table(self, warehouse: WarehouseConfig, name: str) -> WarehouseConfig:
+        """Returns a warehouse with `table`, if there is one, under a name of ours."""
+        if self.table is None:
+            return warehouse
+        found = TableConfig(
+            table=self.table, branch=self.branch, day_column=self.day_column or DAY, day_zone=self.day_zone,
+            date_format=self.date_format,
+        )  # fmt: skip
+        return warehouse.model_copy(update={"tables": {**warehouse.tables, name: found}})
+
+    def ingested(self) -> dict[str, Any]:
+        """Returns the values that say what an ingest reads, without the keys of `table`."""
+        return self.model_dump(mode="json", exclude=set(TABLE_KEYS))
 
     @model_validator(mode="after")
     def _new_names_fit(self) -> Self:

@@ -41,7 +41,7 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     `refresh` says so.
     """
     schema = context.schema
-    source = context.source.model_dump(mode="json")
+    source = context.source.ingested()
     lookups = {one: context.find(one.path, "source.lookups path") for one in context.source.lookups}
     refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
     shared = fingerprint([source, schema.label, schema.weight, _as_json(map(stamp, refreshed)), list(order_by)])

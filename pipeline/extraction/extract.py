@@ -62,6 +62,8 @@ class IngestResult(BaseModel, frozen=True):
     """Days that broke a rule. They are held back in a table of their own."""
     days_changed: tuple[datetime.date, ...] = ()
     """Days of the same input that another engine has changed in the table. They stay as they are."""
+    days_checked: tuple[datetime.date, ...] = ()
+    """Days of a table that is read as it is, measured and checked now."""
     days_outdated: tuple[datetime.date, ...] = ()
     """Days of the table whose rows and labels are as an earlier config says."""
     days_open: tuple[datetime.date, ...] = ()

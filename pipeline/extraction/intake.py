@@ -91,9 +91,9 @@ def inspect(
             ) from error  # fmt: skip
         warn(f"days are written unchecked and without statistics: {reason}")
         return None
-    earlier = profiles(warehouse, table, _days_before(warehouse, table, counts, config.trailing_days) | counts.keys())
+    earlier = profiles(warehouse, table, days_before(warehouse, table, counts, config.trailing_days) | counts.keys())
     by_key = config.key is not None and config.duplicates != "off"
-    duplicates = _count_duplicates(connection, rows, config.key or "") if by_key else {}
+    duplicates = count_duplicates(connection, rows, config.key or "") if by_key else {}
     lost = {day: losses(day, columns_of_day(rows_of_day(measured, day))) for day in counts}
     profile, checked = check(measured, earlier, config, label, duplicates, lost)
     return Intake(profile, checked)
@@ -138,7 +138,7 @@ def repair_profile(
             warn(f"stored days of table '{table}' could not be measured: {first_line(error)}")
             store_profile(warehouse, table, None, days)
             continue
-        earlier = profiles(warehouse, table, _days_before(warehouse, table, days, TRAILING_DAYS))
+        earlier = profiles(warehouse, table, days_before(warehouse, table, days, TRAILING_DAYS))
         store(warehouse, table, add_drift(measured, earlier), days)
 
 
@@ -151,10 +151,8 @@ def release_days(warehouse: Warehouse, table: str, days: Collection[datetime.dat
         warehouse.replace_days(name, gone, schema, [], 0)
 
 
-def _days_before(
-    warehouse: Warehouse, table: str, days: Collection[datetime.date], trailing: int
-) -> set[datetime.date]:
-    """Stored days with statistics that the given days are compared with."""
+def days_before(warehouse: Warehouse, table: str, days: Collection[datetime.date], trailing: int) -> set[datetime.date]:
+    """Returns stored days with statistics that the given days are compared with."""
     name = profile_name(table)
     if not warehouse.has_table(name) or warehouse.table(name).current_snapshot() is None:
         return set()
@@ -162,8 +160,8 @@ def _days_before(
     return {other for day in days for other in [one for one in stored if one < day][-trailing:]}
 
 
-def _count_duplicates(connection: duckdb.DuckDBPyConnection, rows: str, key: str) -> dict[datetime.date, int]:
-    """Day -> rows that repeat the key of another row of the day. The first row of each key does not count."""
+def count_duplicates(connection: duckdb.DuckDBPyConnection, rows: str, key: str) -> dict[datetime.date, int]:
+    """Returns day -> rows that repeat the key of another row of the day. The first row of each key does not count."""
     columns = connection.view(rows).columns
     if key not in columns:
         known = ", ".join([name for name in columns if not name.startswith("__")][:8])

@@ -45,7 +45,7 @@ class Workspace:
         """The warehouse below `home`, or that of the catalog in the config."""
         from storage.warehouse import Warehouse
 
-        return Warehouse(self.config.warehouse, self.home / "warehouse")
+        return Warehouse(self.config.tables, self.home / "warehouse")
 
     @cached_property
     def tracking(self) -> "Tracker":
@@ -63,7 +63,7 @@ class Workspace:
         """Returns a workspace with another config and the same console. It shares open resources that are the same."""
         other = Workspace(config, self.console)
         same_home = config.home_path == self.home
-        if "warehouse" in self.__dict__ and same_home and config.warehouse == self.config.warehouse:
+        if "warehouse" in self.__dict__ and same_home and config.tables == self.config.tables:
             other.warehouse = self.warehouse
         same_names = (config.name, config.registration) == (self.config.name, self.config.registration)
         if "tracking" in self.__dict__ and same_home and same_names:

@@ -14,8 +14,8 @@ from pyiceberg.table import Table
 
 from storage.arrow import is_list
 from storage.errors import CorruptFileError
-from storage.files import data_files, refuse_unreadable
 from storage.reader import SnapshotReader, SnapshotRef
+from storage.snapshot.files import data_files, refuse_format
 
 FILES_AT_A_TIME = 8
 """Footers read concurrently. On an object store each takes a round trip or two."""
@@ -91,8 +91,8 @@ class Footers:
     def _files(self, days: Collection[datetime.date] | None) -> list[tuple[datetime.date, str]]:
         found = list(data_files(self.table, self.reference, days))
         for one in found:
-            refuse_unreadable(self.table, one)
-        return sorted((one.day, one.file.file_path) for one in found)
+            refuse_format(self.table, one.file)
+        return sorted((one.rows.day, one.file.file_path) for one in found)
 
     def _bytes(self, path: str) -> dict[str, int]:
         sums: dict[str, int] = {}

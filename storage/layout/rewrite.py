@@ -73,7 +73,7 @@ def days_to_compact(warehouse: Warehouse, reference: SnapshotRef) -> list[dateti
 def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: Path) -> RewriteResult:
     """Rewrites a day in the table's layout, in one commit. The day keeps its identity.
 
-    The new files are read back before the commit. Unless they hold the same rows, nothing changes. Memory holds
+    The new files are read back before the commit. Unless they hold the same rows, nothing changes. ReadCache holds
     `file_rows` rows. Rows are read and written with the table's current columns.
 
     Raises:

@@ -22,12 +22,12 @@ PORTIONS = 4
 def list_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, work: str
 ) -> list[datetime.date]:
-    """Returns the days of a range that exist: in the warehouse if work is `train`, else in the source. Only reads."""
+    """Returns the days of a range that exist: in the table if work is `train`, else in the source. Only reads."""
     config = workspace.config
     if start is not None and end is not None and start > end:
         raise ConfigError("argument 'start'", f"a day up to end={end}", f"{start}", "Swap the two.")
     warehouse = workspace.warehouse
-    if work == "train":
+    if work == "train" or config.source.table is not None:
         days = list(warehouse.day_rows(warehouse.current(config.name)))
     else:
         days = source_days(make_source_context(workspace))

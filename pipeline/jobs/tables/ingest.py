@@ -8,6 +8,7 @@ from typing import Any
 from pipeline.catalog.events import Event, append_event, newest_events, read_events
 from pipeline.config.files import ROOT
 from pipeline.errors import DataError
+from pipeline.extraction.adopt import adopt
 from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
@@ -45,19 +46,21 @@ def make_source_context(workspace: Workspace) -> SourceContext:
 def write_days(
     workspace: Workspace, days: Sequence[datetime.date], force: bool, report: Callable[[str, int, int], None]
 ) -> IngestResult:
-    """Writes days of the source into the warehouse.
+    """Writes days of the source into the warehouse, or checks those of a table that is read as it is.
 
     Args:
         days: Empty: all days.
     """
-    config = workspace.config
+    config, show = workspace.config, partial(show_checks, workspace)
+    if config.source.table is not None:
+        return adopt(workspace.warehouse, config.name, config.features, config.ingest, days, force, report, show)
     return extract(
         make_source_context(workspace),
         config.ingest,
         days,
         force,
         report,
-        partial(show_checks, workspace),
+        show,
         workspace.console.log.warning,
     )
 
@@ -71,9 +74,20 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
     """
     result = ingest(workspace, () if day is None else (day,), force)
     name, log = workspace.config.name, workspace.console.log
+    foreign = workspace.config.source.table
     if result.days_skipped:
-        log.info("skipped: %s days are in the warehouse from the same input", len(result.days_skipped))
-    if result.days_changed:
+        log.info(
+            "skipped: %s days %s",
+            len(result.days_skipped),
+            "are in the warehouse from the same input" if foreign is None else "are as they were checked",
+        )
+    if result.days_changed and foreign is not None:
+        log.info(
+            "another engine changed %s days since they were checked, the first is %s",
+            len(result.days_changed),
+            result.days_changed[0],
+        )
+    elif result.days_changed:
         log.warning(
             "another engine changed %s days, the first is %s. They stay; force=true writes them from the source",
             len(result.days_changed),
@@ -104,9 +118,10 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         log.info("%s days keep the values of an earlier '%s'. Set refresh=past_days to write them again", stale, path)
     for reason, rows in result.quarantined.items():
         log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
-    touched = sorted([*result.days_written, *result.days_skipped, *result.days_held, *result.days_changed])
+    done = [*result.days_written, *result.days_checked]
+    touched = sorted({*done, *result.days_skipped, *result.days_held, *result.days_changed})
     return {
-        "status": "ok" if result.days_written else "skipped",
+        "status": "ok" if done else "skipped",
         "table": result.snapshot.table,
         "snapshot_id": result.snapshot.snapshot_id,
         "rows": result.rows,
@@ -114,6 +129,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         "days_skipped": len(result.days_skipped),
         "days_held": len(result.days_held),
         "days_changed": len(result.days_changed),
+        "days_checked": len(result.days_checked),
         "held": [f"{day}" for day in result.days_held],
         "days_backfilled": 0 if result.backfilled is None else len(result.backfilled.days_written),
         "days_outdated": [f"{day}" for day in result.days_outdated],

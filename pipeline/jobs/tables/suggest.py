@@ -68,7 +68,7 @@ class DraftJob:
     @cached_property
     def warehouse(self) -> Warehouse:
         """The warehouse of the draft."""
-        return Warehouse(self.draft.warehouse, self.draft.home_path / "warehouse")
+        return Warehouse(self.draft.tables, self.draft.home_path / "warehouse")
 
 
 def given_source(draft: Draft, path: str | None, label: str | None, day_column: str | None) -> Draft:

@@ -296,7 +296,7 @@ def build_specs(
             selection = select(config.split, part, days, config.filter, config.sampling, not_final)
         if selection is not None:
             found[part] = DataSpec(
-                warehouse=config.warehouse,
+                warehouse=config.tables,
                 home=str(warehouse.home),
                 snapshot=snapshot,
                 selection=selection,

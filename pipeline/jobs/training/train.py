@@ -72,6 +72,8 @@ def train_ranks(
     """
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
     tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
+    if workspace.warehouse.is_foreign(job.snapshot.table):
+        log.info("the owner of %s decides how long snapshot %s stays", config.source.table, job.snapshot.snapshot_id)
     begin(workspace, job)
     spec = make_rank_spec(workspace, job)
     plan = plan_tables(spec) if given is None else given

@@ -359,11 +359,11 @@ def test_renamed_columns_have_their_new_names_everywhere(ingest: Any, stored: An
     [
         (
             {"day": "2024-01-01"},
-            "source: expected either `path` or `generator`, got neither. Give exactly one.",
+            "source: expected one of `path`, `table` and `generator`, got none of them. Give exactly one.",
         ),
         (
             {"path": "a", "generator": {}, "day_column": "event_time", "outcomes": {}},
-            "source: expected either `path` or `generator`, got both. Give exactly one.",
+            "source: expected one of `path`, `table` and `generator`, got `path` and `generator`. Give exactly one.",
         ),
         ({"path": "a"}, "source: expected either `day_column` or `day`, got neither. Give exactly one."),
         (

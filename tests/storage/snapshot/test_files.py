@@ -23,7 +23,7 @@ from storage.layout.rewrite import days_to_compact, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
-from tests.storage.foreign import add_file, delete_rows
+from tests.storage.foreign import add_file, delete_rows, delete_values
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 EPOCH = datetime.date(1970, 1, 1)
@@ -71,28 +71,49 @@ def partition_by(table: Table, *fields: tuple[str, Any, str]) -> None:
 # Partitions
 
 
-@pytest.mark.parametrize("kind", ["month of day", "bucket[4] of id", "nothing"])
+@pytest.mark.parametrize("kind", ["month of day", "bucket of id", "nothing"])
 @pytest.mark.parametrize("back", [False, True], ids=["now", "once"])
-def test_files_that_may_hold_several_days_are_refused(warehouse: Warehouse, kind: str, back: bool) -> None:
+def test_files_with_rows_of_several_days_are_read_by_the_days_of_their_rows(
+    warehouse: Warehouse, kind: str, back: bool
+) -> None:
     write(warehouse, DAY1, DAY2)
     table = warehouse.table("events")
     fields = {
-        "month of day": [("day", MonthTransform(), "month")], "bucket[4] of id": [("id", BucketTransform(4), "bucket")],
+        "month of day": [("day", MonthTransform(), "month")], "bucket of id": [("id", BucketTransform(4), "bucket")],
     }.get(kind, [])  # fmt: skip
     partition_by(table, *fields)
-    add_file(table, rows([DAY1, DAY2, DAY3], 100), Record(*([648] * len(fields))))
+    path = add_file(table, rows([DAY3, DAY1, DAY2, DAY3, DAY3, DAY1], 100), Record(*([648] * len(fields))))
     if back:
         partition_by(table, ("day", IdentityTransform(), "again"))
-    sentence = (
-        f"file of table 'events': expected one day's rows, in a partition of that `day`, got partitions by {kind}. "
-        "Partition the table by `day` and rewrite it: in Spark "
-        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('rewrite-all', 'true'))`."
-    )
     before = warehouse.current("events")
-    assert refusal(lambda: warehouse.day_rows(before)) == sentence
-    assert refusal(lambda: read(warehouse, [DAY2])) == sentence
+    assert warehouse.day_rows(before) == {DAY1: 3, DAY2: 2, DAY3: 3}
+    assert warehouse.count_rows(before, [DAY1, DAY3]) == 6
+    assert [[row[:2] for row in read(warehouse, [day])] for day in (DAY1, DAY2, DAY3)] == [
+        [(DAY1, 0), (DAY1, 101), (DAY1, 105)], [(DAY2, 1), (DAY2, 102)], [(DAY3, 100), (DAY3, 103), (DAY3, 104)],
+    ]  # fmt: skip
+    assert sorted(row[1] for row in read(warehouse)) == [0, 1, 100, 101, 102, 103, 104, 105]
+    delete_rows(warehouse.table("events"), {path: [0, 1]}, Record(*([648] * len(fields)), *([None] if back else [])))
+    if not back:  # with the new spec the deletes are of another partition
+        assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 2, DAY2: 2, DAY3: 2}
+        assert [row[1] for row in read(warehouse, [DAY3])] == [103, 104]
+
+
+def test_days_that_share_a_file_with_others_are_not_replaced(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1, DAY2)
+    table = warehouse.table("events")
+    partition_by(table)
+    add_file(table, rows([DAY2, DAY3], 100), Record())
+    partition_by(warehouse.table("events"), ("day", IdentityTransform(), "again"))
+    before = warehouse.current("events")
+    sentence = (
+        "file: expected one day's rows, in a partition of that `day`, got rows of several days. "
+        "Days of this table are read, but not replaced. Write to a table of another name."
+    )
     assert refusal(lambda: write(warehouse, DAY2)) == sentence
+    assert refusal(lambda: warehouse.day_files(before)) == sentence
     assert warehouse.current("events") == before
+    write(warehouse, DAY1, DAY1, first=200)
+    assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 2, DAY2: 2, DAY3: 1}
 
 
 def test_a_day_beside_other_partitions_is_found_by_its_field(warehouse: Warehouse) -> None:
@@ -126,7 +147,7 @@ def test_a_table_without_a_date_in_day_is_refused(warehouse: Warehouse, column: 
     table.append(pa.table({column: ["2024-01-01"]}))
     assert refusal(lambda: warehouse.day_rows(warehouse.current("events"))) == (
         f"table 'events': expected a column `day` of type date, got {got}. "
-        "Ingest its files into a table of another name, with source.day_column."
+        "Read it as it is, with source.table and source.day_column."
     )
 
 
@@ -305,15 +326,43 @@ def test_a_list_of_rows_that_a_file_does_not_have_is_refused(warehouse: Warehous
         read(warehouse)
 
 
-def test_deletes_by_value_are_refused(warehouse: Warehouse) -> None:
-    write(warehouse, DAY1, DAY1)
-    path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
-    delete_rows(warehouse.table("events"), {path: [1]}, Record(number(DAY1)), "value")
-    assert refusal(lambda: read(warehouse)) == (
-        "table 'events': expected no deletes by value (equality deletes), got some. "
-        "Apply them with the engine that wrote them, in Spark with "
-        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('delete-file-threshold', '1'))`."
+@pytest.mark.parametrize("everywhere", [False, True], ids=["of a day", "of all days"])
+def test_rows_that_are_deleted_by_value_are_left_out(warehouse: Warehouse, everywhere: bool) -> None:
+    """Deletes apply to older files alone. Null equals null, and all columns must be equal."""
+    write(warehouse, DAY1, DAY1, DAY1, DAY2, DAY2)  # rows 0 to 4
+    table = warehouse.table("events")
+    with_null = rows([DAY1, DAY1], 10).set_column(2, "text", pa.array([None, "t11"]))
+    add_file(table, with_null, Record(number(DAY1)))
+    gone = pa.table({"id": [1, 10, 11, 3], "text": ["t1", None, "other", "t3"]})
+    day = table.spec().spec_id
+    if everywhere:
+        partition_by(warehouse.table("events"))
+        nothing = warehouse.table("events").spec().spec_id
+        partition_by(warehouse.table("events"), ("day", IdentityTransform(), "again"))
+        delete_values(warehouse.table("events"), gone, Record(), nothing)
+    else:
+        delete_values(warehouse.table("events"), gone, Record(number(DAY1)), day)
+    added = warehouse.table("events")
+    add_file(added, rows([DAY1, DAY1], 1), Record(number(DAY1)))  # rows 1 and 2, again
+    now = warehouse.current("events")
+    assert [row[1] for row in read(warehouse, [DAY1])] == [0, 2, 11, 1, 2]
+    assert [row[1] for row in read(warehouse, [DAY2])] == ([4] if everywhere else [3, 4])
+    assert warehouse.day_rows(now) == {DAY1: 5, DAY2: 1 if everywhere else 2}
+    assert warehouse.count_rows(now, [DAY1]) == 5
+    reader = warehouse.reader(now, ["id"], GreaterThan("id", 2))
+    assert [n for part in reader.fragments([DAY2]) for n in reader.read(part)["id"].to_pylist()] == (
+        [4] if everywhere else [3, 4]
     )
+
+
+def test_an_unreadable_file_of_deleted_values_is_named(warehouse: Warehouse) -> None:
+    write(warehouse, DAY1, DAY1, DAY2)
+    path = delete_values(warehouse.table("events"), pa.table({"id": [1]}), Record(number(DAY1)))
+    Path(path).write_bytes(b"damaged")
+    with pytest.raises(CorruptFileError, match=re.escape(f"file '{path}' of table 'events': expected a whole Parquet")):
+        read(warehouse, [DAY1])
+    assert [row[1] for row in read(warehouse, [DAY2])] == [2]
+    assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 2, DAY2: 1}
 
 
 def test_text_of_another_engine_that_is_no_text_is_refused(warehouse: Warehouse) -> None:
@@ -331,7 +380,7 @@ def test_files_of_another_format_are_refused(warehouse: Warehouse) -> None:
     add_file(warehouse.table("events"), rows([DAY2]), Record(number(DAY2)), FileFormat.ORC)
     assert [row[1] for row in read(warehouse, [DAY1])] == [0]
     assert refusal(lambda: read(warehouse)) == (
-        "file of day 2024-01-02: expected a Parquet file, got one in ORC. "
+        "file: expected a Parquet file, got one in ORC. "
         "Set the table's property write.format.default=parquet and rewrite it: in Spark "
         "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('rewrite-all', 'true'))`."
     )

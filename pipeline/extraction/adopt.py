@@ -1,0 +1,116 @@
+"""Measures and checks the days of a table that another engine writes. Its rows stay where they are."""
+
+import datetime
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import get_args
+
+import pyarrow as pa
+
+from pipeline.data.profile import measure_days, profile_name, profiles, store, stored_rows
+from pipeline.errors import EmptyDatasetError
+from pipeline.extraction.checks import CheckResult, check
+from pipeline.extraction.config import ChecksConfig, IngestConfig, LabelColumns, Rule
+from pipeline.extraction.extract import IngestResult
+from pipeline.extraction.intake import DAYS_AT_ONCE, count_duplicates, days_before
+from pipeline.extraction.opening import MEMORY, Report
+from pipeline.extraction.samples import number_columns
+from pipeline.transforms.schema import FeatureSchema
+from storage.query import connect
+from storage.reader import DAY, SnapshotRef
+from storage.scratch import ScratchFolder
+from storage.warehouse import Warehouse
+
+
+def adopt(
+    warehouse: Warehouse,
+    table: str,
+    schema: FeatureSchema | LabelColumns,
+    config: IngestConfig,
+    only: Iterable[datetime.date] = (),
+    force: bool = False,
+    report: Report = lambda what, done, total: None,
+    on_checked: Callable[[CheckResult], None] = lambda checked: None,
+) -> IngestResult:
+    """Measures and checks days of a table that is read as it is, on first sight and after each change.
+
+    Nothing can be held back from such a table. So a rule that is set to quarantine fails.
+
+    Args:
+        table: The name that the table is read under.
+        only: Days to check; empty means all.
+        force: Also checks days that were checked before.
+        on_checked: Called with the result of the checks.
+    Raises:
+        DataError: If a day fails a check. Nothing is recorded then.
+        EmptyDatasetError: If the table has no rows, or none of a day in `only`.
+    """
+    snapshot = warehouse.current(table)
+    rows, contents = warehouse.day_rows(snapshot), warehouse.day_contents(snapshot)
+    wanted = _select(rows, set(only), table)
+    name = profile_name(table)
+    known = warehouse.day_identities(name) if warehouse.has_table(name) else {}
+    due = [day for day in wanted if config.profile and (force or known.get(day) != contents[day])]
+    results: list[CheckResult] = []
+    with ScratchFolder("adopt-", warehouse.home / "tmp") as folder:
+        for start in range(0, len(due), DAYS_AT_ONCE):
+            group = due[start : start + DAYS_AT_ONCE]
+            measured, checked = _check(warehouse, snapshot, schema, config.checks, group, Path(folder))
+            results.append(checked)
+            if any(finding.outcome == "fail" for finding in checked.findings):
+                on_checked(checked)
+            checked.raise_failed("warn or off")
+            store(warehouse, table, measured, {day: contents[day] for day in group})
+            report("check", start + len(group), len(due))
+    merged = CheckResult(
+        days=tuple(day for one in results for day in one.days if day.outcome != "stored"),
+        findings=tuple(finding for one in results for finding in one.findings),
+    )
+    if merged.days:
+        on_checked(merged)
+    return IngestResult(
+        snapshot=snapshot,
+        rows=sum(rows[day] for day in due),
+        days_written=(),
+        days_checked=tuple(due),
+        days_skipped=tuple(day for day in wanted if day not in due),
+        days_changed=tuple(day for day in due if day in known and known[day] != contents[day]),
+        quarantined={},
+        unmatched={},
+        days_elsewhere=0,
+        checked=merged,
+    )
+
+
+def _select(rows: Mapping[datetime.date, int], only: Collection[datetime.date], table: str) -> list[datetime.date]:
+    if not rows:
+        raise EmptyDatasetError(f"table '{table}'", "at least one row", "none", "Check source.table.")
+    absent = sorted(set(only) - rows.keys())
+    if absent:
+        raise EmptyDatasetError(
+            f"day {absent[0]}", f"a day of table '{table}', {min(rows)} to {max(rows)}", "no row of it",
+            "Name another day.",
+        )  # fmt: skip
+    return [day for day in rows if not only or day in only]
+
+
+def _check(
+    warehouse: Warehouse,
+    snapshot: SnapshotRef,
+    schema: FeatureSchema | LabelColumns,
+    config: ChecksConfig,
+    days: Sequence[datetime.date],
+    folder: Path,
+) -> tuple[pa.Table, CheckResult]:
+    """Returns the statistics of days, and the result of their checks."""
+    verdicts = {rule: "fail" for rule in get_args(Rule) if config.outcome(rule) == "quarantine"}
+    rules = config.model_copy(update=verdicts)
+    names = [name for name in warehouse.schema(snapshot).names if name != DAY]
+    earlier = days_before(warehouse, snapshot.table, days, rules.trailing_days)
+    with connect([], folder, MEMORY) as connection:
+        measured = measure_days(connection, warehouse, snapshot, days, number_columns(schema, names, ()))
+        duplicates = {}
+        if rules.key is not None and rules.duplicates != "off":
+            view = stored_rows(connection, warehouse, snapshot, days)([rules.key])
+            duplicates = count_duplicates(connection, view, rules.key)
+        return check(measured, profiles(warehouse, snapshot.table, earlier), rules, schema.label, duplicates)

@@ -1,0 +1,221 @@
+"""Lists the data files of a snapshot by day, and what deletes their rows."""
+
+import datetime
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from pydantic import BaseModel
+from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
+from pyiceberg.expressions.visitors import bind, extract_field_ids
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestEntry
+from pyiceberg.partitioning import PartitionSpec
+from pyiceberg.schema import Schema
+from pyiceberg.table import ManifestGroupPlanner, Table
+from pyiceberg.table.delete_file_index import DeleteFileIndex
+from pyiceberg.table.snapshots import Snapshot
+from pyiceberg.transforms import IdentityTransform
+from pyiceberg.typedef import Record
+
+from storage.errors import StorageError
+from storage.snapshot.dating import EPOCH, DayRule
+from storage.snapshot.deletes import DeletedValues
+from storage.snapshot.foreign import ForeignTable
+from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
+
+FILES_AT_A_TIME = 8
+"""Files whose days are read concurrently. On an object store each takes a round trip or two."""
+
+
+class SnapshotRef(BaseModel, frozen=True):
+    """One state of one table. Reading it always gives the same rows."""
+
+    table: str
+    snapshot_id: int
+
+
+class DayFile(NamedTuple):
+    """A data file, or the part of it that is of one day."""
+
+    rows: FileRows
+    file: DataFile
+    constants: frozenset[int]
+    """Ids of fields with one value in the partition, which the file may lack. Without that of the day."""
+
+
+def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
+    """Returns the snapshot.
+
+    Raises:
+        StorageError: If the table does not have it.
+    """
+    snapshot = table.snapshot_by_id(reference.snapshot_id)
+    if snapshot is None:
+        raise StorageError(
+            f"snapshot {reference.snapshot_id} of table '{reference.table}'", "a snapshot of the table",
+            "none of that id", "It may have expired. Use the current snapshot.",
+        )  # fmt: skip
+    return snapshot
+
+
+def schema_at(table: Table, reference: SnapshotRef) -> Schema:
+    """Returns the schema of a snapshot, with the column `day`. Raises as `snapshot_at` and `DayRule`."""
+    return rule_of(table, reference).schema(stored_schema(table, reference))
+
+
+def stored_schema(table: Table, reference: SnapshotRef) -> Schema:
+    """Returns the schema of a snapshot's files. Raises as `snapshot_at`.
+
+    The newest snapshot has the table's present columns, without those that were dropped or renamed after it was
+    written. Of those that were added, it has only columns with a default. An ingest adds its columns before it writes,
+    and until then rows lack them.
+    """
+    snapshot, now = snapshot_at(table, reference), table.schema()
+    then = now if snapshot.schema_id is None else table.schemas()[snapshot.schema_id]
+    if snapshot.snapshot_id != table.metadata.current_snapshot_id:
+        return then
+    known = {field.field_id for field in then.fields}
+    return Schema(*(one for one in now.fields if one.field_id in known or one.initial_default is not None))
+
+
+def rule_of(table: Table, reference: SnapshotRef) -> DayRule:
+    """Returns how the rows of a snapshot tell their day. Raises as `DayRule`."""
+    config = table.source if isinstance(table, ForeignTable) else None
+    return DayRule(reference.table, stored_schema(table, reference), config)
+
+
+def day_of(file: DataFile) -> datetime.date:
+    """Returns the day partition of a data file that we wrote."""
+    value = file.partition[0]
+    return value if isinstance(value, datetime.date) else EPOCH + datetime.timedelta(days=int(value))
+
+
+def data_files(
+    table: Table,
+    reference: SnapshotRef,
+    days: Collection[datetime.date] | None = None,
+    row_filter: BooleanExpression | None = None,
+    cache: ReadCache | None = None,
+) -> Iterator[DayFile]:
+    """Yields the data files of a snapshot, those with rows of several days once for each.
+
+    Where neither a partition nor the bounds of a file tell the day of its rows, the column of the day is read.
+
+    Args:
+        days: Days of the files. None: all.
+        row_filter: Leaves out files without a matching row, as far as metadata tells.
+        cache: Remembers the days of rows that were read.
+    Raises:
+        StorageError: If a row tells no day, or the file has another format than Parquet and may have several.
+    """
+    rule = rule_of(table, reference)
+    left_out = LeftOut(table, rule, cache or ReadCache())
+    wanted = None if days is None else rule.condition(days)
+    found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
+    dated = [(one, rule.of_partition(one.spec, one.file) or rule.of_bounds(one.file)) for one in found]
+    mixed = [one.file.file_path for one, day in dated if day is None]
+    for one, day in dated:
+        if day is None:
+            refuse_format(table, one.file)
+    with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
+        read = dict(zip(mixed, pool.map(lambda path: np.unique(left_out.days(path)).tolist(), mixed), strict=True))
+    for one, day in dated:
+        same = {field.source_id for field in one.spec.fields if isinstance(field.transform, IdentityTransform)}
+        numbers = read[one.file.file_path] if day is None else [(day - EPOCH).days]
+        for number in numbers:
+            of_day = EPOCH + datetime.timedelta(days=number)
+            if days is None or of_day in days:
+                rows = FileRows(
+                    path=one.file.file_path, day=of_day, deletes=one.deletes, values=one.values, mixed=day is None
+                )
+                yield DayFile(rows, one.file, frozenset(same - {rule.id}))
+
+
+def refuse_format(table: Table, file: DataFile) -> None:
+    """Refuses a file that our readers would read wrongly.
+
+    Raises:
+        StorageError: If another engine wrote it in another format.
+    """
+    if file.file_format != FileFormat.PARQUET:
+        raise StorageError(
+            f"file '{file.file_path}'", "a Parquet file", f"one in {file.file_format.name}",
+            "Set the table's property write.format.default=parquet and rewrite it: in Spark "
+            f"{rewrite_call(table, 'rewrite-all', 'true')}.",
+        )  # fmt: skip
+
+
+def rewrite_call(table: Table, option: str, value: str) -> str:
+    """Returns the SQL to rewrite the files of a table in Spark."""
+    name = ".".join(table.name()[-2:])
+    return f"`CALL system.rewrite_data_files(table => '{name}', options => map('{option}', '{value}'))`"
+
+
+class _Planned(NamedTuple):
+    """A data file of a snapshot, and what deletes its rows."""
+
+    file: DataFile
+    spec: PartitionSpec
+    deletes: tuple[str, ...]
+    values: tuple[DeletedValues, ...]
+
+
+def _plan(table: Table, reference: SnapshotRef, conditions: Iterable[BooleanExpression]) -> Iterator[_Planned]:
+    """Yields the data files that may have rows that pass all conditions.
+
+    Deletes are planned without the conditions: the rows of an equality delete file may have other values elsewhere.
+    """
+    snapshot, schema = snapshot_at(table, reference), stored_schema(table, reference)
+    chosen: BooleanExpression = AlwaysTrue()
+    for condition in conditions:
+        if _means_the_same(condition, schema, table.schema()):
+            chosen = And(chosen, condition)
+    manifests = snapshot.manifests(table.io)
+    parts = {ManifestContent.DATA: chosen, ManifestContent.DELETES: AlwaysTrue()}
+    entries: dict[ManifestContent, list[ManifestEntry]] = {}
+    for content, condition in parts.items():
+        planner = ManifestGroupPlanner(table.metadata, table.io, condition)
+        of_kind = [one for one in manifests if one.content == content]
+        entries[content] = [entry for found in planner.plan_manifest_entries(of_kind) for entry in found]
+    specs, positions, values = table.specs(), DeleteFileIndex(), _DeletesByValue(table)
+    for entry in entries[ManifestContent.DELETES]:
+        if entry.data_file.content == DataFileContent.EQUALITY_DELETES:
+            values.add(entry)
+        else:
+            positions.add_delete_file(entry, entry.data_file.partition)
+    for entry in entries[ManifestContent.DATA]:
+        file, number = entry.data_file, entry.sequence_number or 0
+        lists = positions.for_data_file(number, file, file.partition)
+        deletes = tuple(sorted(one.file_path for one in lists))
+        yield _Planned(file, specs[file.spec_id], deletes, values.of(entry))
+
+
+class _DeletesByValue:
+    """Equality delete files. One applies to older data files of its partition, or of all if it has none."""
+
+    def __init__(self, table: Table) -> None:
+        self._table, self._specs = table, table.specs()
+        self._found: dict[tuple[int, Record] | None, list[tuple[int, DeletedValues]]] = defaultdict(list)
+
+    def add(self, entry: ManifestEntry) -> None:
+        file = entry.data_file
+        refuse_format(self._table, file)
+        listed = DeletedValues(path=file.file_path, fields=tuple(sorted(file.equality_ids or ())))
+        key = (file.spec_id, file.partition) if self._specs[file.spec_id].fields else None
+        self._found[key].append((entry.sequence_number or 0, listed))
+
+    def of(self, entry: ManifestEntry) -> tuple[DeletedValues, ...]:
+        file, age = entry.data_file, entry.sequence_number or 0
+        found = [*self._found.get(None, ()), *self._found.get((file.spec_id, file.partition), ())]
+        return tuple(sorted((one for number, one in found if number > age), key=lambda one: one.path))
+
+
+def _means_the_same(row_filter: BooleanExpression, then: Schema, now: Schema) -> bool:
+    """Tells whether a filter compares the same columns in two schemas. pyiceberg plans with the table's present one."""
+    try:
+        fields = [extract_field_ids(bind(schema, row_filter, case_sensitive=True)) for schema in (then, now)]
+    except (ValueError, TypeError):
+        return False
+    return fields[0] == fields[1]

@@ -1,0 +1,99 @@
+"""Opens data files, and finds the columns in them by Iceberg field id."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyiceberg.io import FileIO
+from pyiceberg.table import Table
+
+from storage.errors import CorruptFileError, StorageError
+from storage.footer import SUFFIX, read_footer
+
+READ_OPTIONS: dict[str, Any] = {
+    "page_checksum_verification": True,
+    "list_type": pa.LargeListType,  # the Arrow types that Iceberg's types map to
+    "binary_type": pa.large_binary(),
+}
+
+
+def is_local(path: str) -> bool:
+    """Tells whether a path is in a local file system."""
+    return path.removeprefix("file://").startswith("/")
+
+
+def open_parquet(io: FileIO, path: str) -> pq.ParquetFile:
+    """Opens a data file for reading by column. Verifies the checksums of footer and pages."""
+    local = is_local(path)
+    file = pa.memory_map(path.removeprefix("file://")) if local else io.new_input(path).open()
+    metadata = read_footer(file, checked=path.endswith(SUFFIX))
+    return pq.ParquetFile(file, metadata=metadata, pre_buffer=not local, **READ_OPTIONS)
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Raises `CorruptFileError` for what Arrow says about a file. Names of columns may be no text."""
+    try:
+        yield
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise corrupt(where, error) from error
+
+
+def corrupt(where: str, error: Exception | str) -> CorruptFileError:
+    """Returns the error about a file that is not as it was written."""
+    return CorruptFileError(
+        where, "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with force=true."
+    )
+
+
+def field_id(field: pa.Field) -> int | None:
+    """Returns the Iceberg field id that a Parquet file stores for a column."""
+    value = (field.metadata or {}).get(b"PARQUET:field_id")
+    return int(value) if value is not None else None
+
+
+class StoredColumns:
+    """Finds columns of a table in its data files: by field id, or by name in files that have no ids.
+
+    Args:
+        name: What errors call the table.
+    """
+
+    def __init__(self, table: Table, name: str) -> None:
+        self._name = name
+        mapping = table.name_mapping()
+        self._mapped: Mapping[str, int] | None = None
+        if mapping is not None:
+            self._mapped = {name: field.field_id for field in mapping for name in field.names if field.field_id}
+
+    def of(self, file: pq.ParquetFile, path: str) -> dict[int, str]:
+        """Returns field id -> name of each column in a data file.
+
+        A file that no Iceberg engine wrote, but that was registered, has no ids. Then the table maps its names.
+
+        Raises:
+            StorageError: If the file has no ids and the table no mapping.
+        """
+        own = {number: field.name for field in file.schema_arrow if (number := field_id(field)) is not None}
+        if own:
+            return own
+        if self._mapped is None:
+            raise StorageError(
+                f"file '{path}' of table '{self._name}'", "field ids, or a mapping of names by the table",
+                "neither", "Set the table's property schema.name-mapping.default, or ingest its day with force=true.",
+            )  # fmt: skip
+        return {self._mapped[name]: name for name in file.schema_arrow.names if name in self._mapped}
+
+    def read(self, io: FileIO, path: str, numbers: Iterable[int]) -> tuple[int, dict[int, pa.ChunkedArray]]:
+        """Returns the number of rows of a data file, and field id -> values of those columns that it has.
+
+        Raises:
+            CorruptFileError: If the file is unreadable. StorageError: As `of`.
+        """
+        with reading(f"file '{path}' of table '{self._name}'"), open_parquet(io, path) as file:
+            stored = self.of(file, path)
+            names = {number: stored[number] for number in numbers if number in stored}
+            rows = file.read(list(names.values()), use_threads=False)
+            return file.metadata.num_rows, {number: rows[name] for number, name in names.items()}

@@ -1,0 +1,285 @@
+"""Tables of other catalogs are read under a name of ours, with the day of each row, and never written."""
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import duckdb
+import pyarrow as pa
+import pytest
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.expressions import GreaterThan
+from pyiceberg.table import Table
+from pyiceberg.transforms import (
+    BucketTransform,
+    DayTransform,
+    HourTransform,
+    IdentityTransform,
+    MonthTransform,
+    TruncateTransform,
+)
+from pyiceberg.typedef import Record
+
+from storage.config import TableConfig, WarehouseConfig
+from storage.errors import StorageError
+from storage.reader import DAY
+from storage.warehouse import Warehouse
+from tests.storage.foreign import add_files
+
+START = datetime.datetime(2024, 2, 27, 0, 0, tzinfo=datetime.UTC)
+COUNT = 120
+PARTITIONS: dict[str, list[tuple[str, Any, str]]] = {
+    "nothing": [],
+    "day": [("day", IdentityTransform(), "d")],
+    "days(ts)": [("ts", DayTransform(), "d")],
+    "hours(ts)": [("ts", HourTransform(), "h")],
+    "months(day)": [("day", MonthTransform(), "m")],
+    "ds": [("ds", IdentityTransform(), "p")],
+    "bucket, ds": [("id", BucketTransform(3), "b"), ("ds", IdentityTransform(), "p")],
+    "truncate(ds)": [("ds", TruncateTransform(6), "t")],
+}
+
+
+def log() -> pa.Table:
+    """Rows of four days in UTC, 53 minutes apart, in a mixed order."""
+    times = [START + datetime.timedelta(minutes=53 * (37 * i % COUNT)) for i in range(COUNT)]
+    local = [time.astimezone(ZoneInfo("America/Los_Angeles")) for time in times]
+    return pa.table(
+        {
+            "id": pa.array(range(COUNT), pa.int64()),
+            "ts": pa.array(times, pa.timestamp("us", "UTC")),
+            "wall": pa.array([time.replace(tzinfo=None) for time in local], pa.timestamp("us")),
+            "day": pa.array([time.date() for time in local], pa.date32()),
+            "ds": [f"{time:%Y-%m-%d}" for time in times],
+            "number": pa.array([int(f"{time:%Y%m%d}") for time in times], pa.int32()),
+            "odd": [f"{time:%d.%m.%Y}" for time in times],
+        }
+    )
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Catalog:
+    """A catalog of another team."""
+    (tmp_path / "theirs").mkdir()
+    folder = tmp_path / "theirs"
+    catalog = load_catalog("theirs", type="sql", uri=f"sqlite:///{folder}/catalog.db", warehouse=f"file://{folder}")
+    catalog.create_namespace("logs")
+    return catalog
+
+
+@pytest.fixture
+def opened(theirs: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Warehouse]:
+    """Opens a warehouse of ours that reads their table as `samples`."""
+    for key in ("type", "uri", "warehouse"):
+        monkeypatch.setenv(f"PYICEBERG_CATALOG__THEIRS__{key.upper()}", theirs.properties[key])
+    monkeypatch.setattr("pyiceberg.catalog._ENV_CONFIG", type(_fresh())())
+
+    def open_as(**keys: Any) -> Warehouse:
+        tables = {"samples": TableConfig(table="theirs.logs.events", **keys)}
+        return Warehouse(WarehouseConfig(tables=tables), tmp_path / "ours")
+
+    return open_as
+
+
+def _fresh() -> Any:
+    from pyiceberg.utils.config import Config
+
+    return Config()
+
+
+def append(table: Table, rows: pa.Table) -> None:
+    """Appends rows, each to the file of its partition. pyiceberg writes identity partitions alone."""
+    fields = table.spec().fields
+    if all(isinstance(field.transform, IdentityTransform) for field in fields):
+        table.append(rows)
+        return
+    schema, groups = table.schema(), dict[tuple[Any, ...], list[int]]()
+    sources = [schema.find_field(field.source_id) for field in fields]
+    values = [rows[source.name] for source in sources]
+    makers = [field.transform.transform(source.field_type) for field, source in zip(fields, sources, strict=True)]
+    for i in range(rows.num_rows):
+        raw = [value[i].value if pa.types.is_temporal(value.type) else value[i].as_py() for value in values]
+        key = tuple(made(one) for made, one in zip(makers, raw, strict=True))
+        groups.setdefault(key, []).append(i)
+    table.refresh()
+    add_files(table, [(rows.take(places), Record(*key)) for key, places in groups.items()])
+
+
+def make(theirs: Catalog, partition: str) -> Table:
+    """Writes the log in two commits."""
+    rows = log()
+    table = theirs.create_table("logs.events", rows.schema)
+    with table.update_spec() as update:
+        for source, transform, name in PARTITIONS[partition]:
+            update.add_field(source, transform, name)
+    append(table, rows.slice(0, 70))
+    append(table, rows.slice(70))
+    return table
+
+
+def days_by_duckdb(expression: str) -> dict[datetime.date, list[int]]:
+    with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'")
+        connection.register("log", log())
+        found = connection.sql(
+            f"SELECT CAST({expression} AS DATE) d, list(id ORDER BY id) FROM log GROUP BY d ORDER BY d"
+        )
+        return dict(found.fetchall())
+
+
+def ids_by_day(warehouse: Warehouse, **keys: Any) -> dict[datetime.date, list[int]]:
+    reader = warehouse.reader(warehouse.current("samples"), [DAY, "id"], **keys)
+    found: dict[datetime.date, list[int]] = {}
+    for fragment in reader.fragments():
+        rows = reader.read(fragment)
+        assert set(rows[DAY].to_pylist()) <= {fragment.day}
+        found.setdefault(fragment.day, []).extend(rows["id"].to_pylist())
+    return {day: sorted(ids) for day, ids in sorted(found.items()) if ids}
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize(
+    ("keys", "expression"),
+    [
+        ({}, "day"),
+        ({"day_column": "ts"}, "ts"),
+        ({"day_column": "ts", "day_zone": "America/Los_Angeles"}, "ts AT TIME ZONE 'America/Los_Angeles'"),
+        ({"day_column": "ts", "day_zone": "Asia/Kathmandu"}, "ts AT TIME ZONE 'Asia/Kathmandu'"),
+        ({"day_column": "wall"}, "wall"),
+        ({"day_column": "ds"}, "ds"),
+        ({"day_column": "number"}, "strptime(CAST(number AS VARCHAR), '%Y%m%d')"),
+        ({"day_column": "odd", "date_format": ("%d.%m.%Y",)}, "strptime(odd, '%d.%m.%Y')"),
+    ],
+    ids=["date", "UTC", "zone", "odd zone", "wall clock", "text", "number", "format"],
+)
+def test_the_day_of_a_row_is_its_own_however_the_table_is_partitioned(
+    theirs: Catalog, opened: Callable[..., Warehouse], partition: str, keys: dict[str, Any], expression: str
+) -> None:
+    make(theirs, partition)
+    warehouse, expected = opened(**keys), days_by_duckdb(expression)
+    now = warehouse.current("samples")
+    assert ids_by_day(warehouse) == expected
+    assert warehouse.day_rows(now) == {day: len(ids) for day, ids in expected.items()}
+    for day, ids in expected.items():
+        assert warehouse.count_rows(now, [day]) == len(ids)
+        reader = warehouse.reader(now, ["id"])
+        of_day = [number for part in reader.fragments([day]) for number in reader.read(part)["id"].to_pylist()]
+        assert sorted(of_day) == ids
+    large = {day: [number for number in ids if number > 90] for day, ids in expected.items()}
+    assert ids_by_day(warehouse, row_filter=GreaterThan("id", 90)) == {day: ids for day, ids in large.items() if ids}
+    assert warehouse.schema(now).field(DAY).type == pa.date32()
+
+
+def test_a_table_whose_partitions_changed_is_read_whole(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    table, rows = theirs.create_table("logs.events", log().schema), log()
+    table.append(rows.slice(0, 40))
+    with table.update_spec() as update:
+        update.add_field("ts", DayTransform(), "d")
+    append(table, rows.slice(40, 40))
+    with table.update_spec() as update:
+        update.remove_field("d")
+        update.add_field("id", BucketTransform(4), "b")
+        update.add_field("day", IdentityTransform(), "day2")
+    append(table, rows.slice(80))
+    assert ids_by_day(opened()) == days_by_duckdb("day")
+    assert ids_by_day(opened(day_column="ts")) == days_by_duckdb("ts")
+
+
+def test_an_append_changes_only_the_contents_of_its_days(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    table = make(theirs, "days(ts)")
+    warehouse = opened(day_column="ts")
+    before = warehouse.day_contents(warehouse.current("samples"))
+    append(table, log().slice(0, 1))
+    after = warehouse.day_contents(warehouse.current("samples"))
+    assert [day for day in after if after[day] != before[day]] == [START.date()]
+
+
+def test_a_branch_and_a_tag_are_read_by_name(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    table = make(theirs, "ds")
+    first = table.history()[0].snapshot_id
+    table.manage_snapshots().create_tag(first, "audited").create_branch(first, "night").commit()
+    table.append(log().slice(0, 5), branch="night")
+    counts = {
+        name: sum(map(len, ids_by_day(opened(branch=name)).values())) for name in (None, "main", "audited", "night")
+    }
+    assert counts == {None: COUNT, "main": COUNT, "audited": 70, "night": 75}
+    with pytest.raises(
+        StorageError, match="branch 'other' of table 'events': expected a branch or tag of the table, got"
+    ):
+        opened(branch="other").current("samples")
+
+
+def test_a_table_is_never_changed(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    """Not by a tag either, so rights to read are enough."""
+    make(theirs, "ds")
+    folder = Path(theirs.properties["uri"].removeprefix("sqlite:///")).parent
+    before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    warehouse = opened(day_column="ds")
+    snapshot = warehouse.current("samples")
+    rows = log().slice(0, 1)
+    for change in (
+        lambda: warehouse.replace_days("samples", {START.date(): "i"}, rows.schema, rows.to_batches(), 1),
+        lambda: warehouse.append("samples", rows.schema, rows.to_pylist()),
+        lambda: warehouse.set_properties("samples", {"a": "b"}),
+    ):
+        with pytest.raises(
+            StorageError, match=r"expected a table of our own .* got 'theirs.logs.events' of another engine"
+        ):
+            change()
+    warehouse.tag(snapshot, "train-1")
+    assert {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"day_column": "when"},
+            "source.day_column of table 'theirs.logs.events': expected a column of dates, timestamps, text or whole "
+            "numbers, got no column 'when', columns: id, ts, wall, day, ds, number, odd. Name the column that tells the "
+            "day of a row.",
+        ),
+        (
+            {"day_column": "odd"},
+            "column 'odd' of table 'samples': expected days of the form %Y-%m-%d or %Y%m%d, got '29.02.2024'. "
+            "Set source.date_format.",
+        ),
+    ],
+    ids=["no column", "no day"],
+)
+def test_what_tells_no_day_is_refused(
+    theirs: Catalog, opened: Callable[..., Warehouse], keys: dict[str, Any], message: str
+) -> None:
+    make(theirs, "nothing")
+    warehouse = opened(**keys)
+    with pytest.raises(StorageError) as error:
+        warehouse.day_rows(warehouse.current("samples"))
+    assert str(error.value) == message
+
+
+def test_rows_without_a_day_are_refused(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    table = make(theirs, "nothing")
+    row = log().slice(0, 1)
+    table.append(row.set_column(1, "ts", pa.nulls(1, pa.timestamp("us", "UTC"))))
+    warehouse = opened(day_column="ts")
+    with pytest.raises(StorageError, match="expected a day in each row, got 1 rows without one"):
+        warehouse.day_rows(warehouse.current("samples"))
+
+
+def test_an_absent_table_is_named(opened: Callable[..., Warehouse]) -> None:
+    with pytest.raises(StorageError) as error:
+        opened().table("samples")
+    assert str(error.value) == (
+        "table 'theirs.logs.events': expected a table of that catalog and namespace, got none of that name. Correct the "
+        "name. Catalogs in pyiceberg's own configuration: theirs. Otherwise set warehouse.catalog."
+    )
+
+
+def test_a_catalog_in_the_same_database_is_found_by_its_name(theirs: Catalog, tmp_path: Path) -> None:
+    """As Spark's JDBC catalog, which has a name of its own there."""
+    make(theirs, "ds")
+    tables = {"samples": TableConfig(table="theirs.logs.events", day_column="ds")}
+    warehouse = Warehouse(WarehouseConfig(catalog=dict(theirs.properties), tables=tables), tmp_path / "ours")
+    assert ids_by_day(warehouse) == days_by_duckdb("ds")
