@@ -1,7 +1,8 @@
 """What a table's snapshots record about each day: its identity, its feature sources and its content.
 
-Each commit records the days that it writes. Before snapshots expire, their records move to the table's properties: the
-last one of each day, and those of the files that a remaining snapshot has.
+Each commit records the days that it writes, in the summary of its snapshot and in the table's properties, which outlive
+the snapshot. The properties have the last record of each day. Before our own expiry removes snapshots, the records of
+files that a remaining snapshot has move there, too.
 """
 
 import datetime
@@ -100,6 +101,33 @@ def to_summary(values: Mapping[str, Mapping[datetime.date, Any]]) -> dict[str, s
         values: One of the keys above -> day -> value.
     """
     return {key: json.dumps({day.isoformat(): of[day] for day in sorted(of)}) for key, of in values.items() if of}
+
+
+def add_to_properties(table: Table, values: Mapping[str, Mapping[datetime.date, Any]], number: int) -> dict[str, str]:
+    """Encodes what a commit records as table properties, too. Another engine may expire its snapshot.
+
+    A record that gives way, and whose own snapshot has expired, is kept for snapshots that still have its files.
+
+    Args:
+        values: As in `to_summary`.
+        number: Sequence number of the commit.
+    """
+    there = {snapshot.sequence_number for snapshot in table.snapshots()}
+    replaced = {day for of in values.values() for day in of}
+    earlier = json.loads(table.properties.get(EARLIER, "[]"))
+    last: dict[tuple[str, int], dict[str, Any]] = {}
+    found = {}
+    for key in values:
+        kept = json.loads(table.properties.get(key, "{}"))
+        for day in sorted(replaced & {datetime.date.fromisoformat(day) for day in kept}):
+            at, value = kept[day.isoformat()]
+            if at not in there:
+                last.setdefault((day.isoformat(), at), {})[key] = value
+        found[key] = kept | {day.isoformat(): (number, of) for day, of in values[key].items()}
+    earlier += [record for (day, at), of in last.items() if (record := [day, at, of]) not in earlier]
+    return {key: json.dumps(dict(sorted(of.items()))) for key, of in found.items() if of} | (
+        {EARLIER: json.dumps(earlier)} if earlier else {}
+    )
 
 
 def to_properties(

@@ -84,7 +84,7 @@ def find_expired(
     Args:
         without: Tags that count as dropped.
     """
-    table = warehouse.table(name)
+    table = warehouse.own(name)
     return _old_snapshots(table, older_than) - _needed_snapshots(table, without)
 
 
@@ -106,7 +106,7 @@ def expire(warehouse: Warehouse, name: str, older_than: datetime.timedelta, dry_
         ConflictError: If other writers committed first five times.
     """
     for _ in range(5):
-        table = warehouse.table(name)
+        table = warehouse.own(name)
         old, needed = _old_snapshots(table, older_than), _needed_snapshots(table)
         gone = old - needed
         current = table.current_snapshot()
@@ -166,7 +166,7 @@ def list_tags(warehouse: Warehouse, name: str) -> dict[str, datetime.datetime]:
 
 def drop_tags(warehouse: Warehouse, name: str, tags: Iterable[str]) -> None:
     """Removes tags from a table, in one commit. Their snapshots stay until they expire."""
-    table = warehouse.table(name)
+    table = warehouse.own(name)
     found = sorted(set(tags) & table.refs().keys())
     if found:
         changes = table.manage_snapshots()
@@ -197,7 +197,7 @@ def vacuum(
         StorageError: If the files cannot be listed, one of them is outside the table's location, or another table of
             the catalog shares that location.
     """
-    table = warehouse.table(name)
+    table = warehouse.own(name)
     _refuse_shared_location(warehouse, table)
     limit = datetime.datetime.now(datetime.UTC) - older_than
     found = list(_list_files(table))  # before the table is loaded, which then references what was committed meanwhile

@@ -25,7 +25,7 @@ from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
 from storage.snapshot.files import DayFile, data_files, refuse_format, rewrite_call, rule_of, schema_at, snapshot_at
 from storage.snapshot.files import SnapshotRef as SnapshotRef
 from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
-from storage.snapshot.parquet import READ_OPTIONS, StoredColumns, corrupt, is_local, open_parquet, reading
+from storage.snapshot.parquet import READ_OPTIONS, StoredColumns, corrupt, local_path, open_parquet, reading
 
 READ_ROWS = 8_192
 """Rows decoded at a time."""
@@ -163,10 +163,10 @@ class SnapshotReader:
         first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
         gone = self._left_out.positions(fragment.of_file)
         names = {name: stored[i] for name, i in self._ids.items() if i in stored}
-        group = file.metadata.row_group(fragment.row_group)
+        group, is_local = file.metadata.row_group(fragment.row_group), local_path(fragment.path) is not None
         with self._reading(fragment.path):
-            wanted = self._count_read(group, set(names.values()), is_local(fragment.path))
-        if not is_local(fragment.path):
+            wanted = self._count_read(group, set(names.values()), is_local)
+        if not is_local:
             source = RangeFile(self.table.io.new_input(fragment.path).open(), wanted)
             file = pq.ParquetFile(pa.PythonFile(source, "r"), metadata=file.metadata, pre_buffer=False, **READ_OPTIONS)
         parts = file.iter_batches(READ_ROWS, [fragment.row_group], list(names.values()), use_threads=False)

@@ -26,6 +26,7 @@ from storage.days import (
     CONTENTS,
     IDENTITIES,
     NOTES,
+    add_to_properties,
     hash_paths,
     identities,
     last_identities,
@@ -39,7 +40,7 @@ from storage.objects import add_variables
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.snapshot.dating import days_filter
 from storage.snapshot.files import DayFile, data_files, day_of, refuse_format, rule_of, schema_at, snapshot_at
-from storage.snapshot.foreign import ForeignTable, alias_of, load_foreign, newest_snapshot
+from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot
 from storage.snapshot.left_out import LeftOut, ReadCache
 from storage.writer import DataFileWriter, collect_chunks
 
@@ -88,6 +89,7 @@ class Warehouse:
         self.config = config
         self.home = home
         self._cache = ReadCache()
+        self._foreign = ForeignTables(config.tables)
 
     @cached_property
     def catalog(self) -> Catalog:
@@ -117,8 +119,8 @@ class Warehouse:
         Raises:
             StorageError: If there is no such table.
         """
-        if name in self.config.tables:
-            return load_foreign(self.catalog, name, self.config.tables[name])
+        if name in self._foreign:
+            return self._foreign.load(self.catalog, name)
         try:
             return self.catalog.load_table((self.config.namespace, _check_name(name)))
         except NoSuchTableError:
@@ -127,14 +129,20 @@ class Warehouse:
                 f"table '{name}'", "a table of the warehouse", f"tables: {known}", "Run `python -m flows.ingest` first."
             ) from None
 
-    def writable(self, name: str) -> Table:
-        """Loads a table to change it. pyiceberg can read format version 3, but not write it."""
+    def own(self, name: str) -> Table:
+        """Loads a table to change or clean it.
+
+        Raises:
+            StorageError: If there is no such table, or it is another engine's.
+        """
         table = self.table(name)
         if isinstance(table, ForeignTable):
-            raise StorageError(
-                f"table '{name}'", "a table of our own to change it", f"'{table.source.table}' of another engine",
-                "It is only read. Change it with that engine.",
-            )  # fmt: skip
+            table.refuse_change()
+        return table
+
+    def writable(self, name: str) -> Table:
+        """Loads a table to write to it. pyiceberg can read format version 3, but not write it. Raises as `own`."""
+        table = self.own(name)
         if table.format_version > 2:
             raise StorageError(
                 f"format of table '{name}'", "version 1 or 2 to change it", f"{table.format_version}",
@@ -144,11 +152,11 @@ class Warehouse:
 
     def has_table(self, name: str) -> bool:
         """Tells whether the table exists."""
-        return name in self.config.tables or self.catalog.table_exists((self.config.namespace, _check_name(name)))
+        return name in self._foreign or self.catalog.table_exists((self.config.namespace, _check_name(name)))
 
     def is_foreign(self, name: str) -> bool:
         """Tells whether a table is another engine's, which is only read."""
-        return name in self.config.tables
+        return name in self._foreign
 
     def replace_days(
         self,
@@ -236,8 +244,11 @@ class Warehouse:
                 overwrite.append_data_file(file)
                 paths[day_of(file)].append(file.file_path)
             contents = {day: [as_now := hash_paths(paths[day]), same.get(day, as_now)] for day in paths}
-            overwrite.snapshot_properties = to_summary({IDENTITIES: written, NOTES: notes, CONTENTS: contents})
+            records = {IDENTITIES: written, NOTES: notes, CONTENTS: contents}
+            overwrite.snapshot_properties = to_summary(records)
             overwrite.commit()
+            number = table.metadata.next_sequence_number()
+            transaction.set_properties(add_to_properties(table, records, number))
         return SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
 
     @contextmanager

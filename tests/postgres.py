@@ -38,7 +38,7 @@ def serving_postgres() -> Iterator[str]:
         assert made.returncode == 0, made.stderr
         with tempfile.TemporaryFile() as log:
             process = subprocess.Popen(
-                [server, "-D", str(data), "-h", "127.0.0.1", "-p", str(port), "-k", str(folder), "-F"],
+                [server, "-D", str(data), "-h", "127.0.0.1", "-p", str(port), "-k", str(folder), "-F", "-N", "300"],
                 cwd=folder, user=user, stdout=log, stderr=log,
             )  # fmt: skip
             try:

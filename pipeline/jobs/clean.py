@@ -211,7 +211,8 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
     gone = set(_old_folders(workspace)) if dry_run else set()  # the others have been removed, or are in use
     left = (folder for folder in _folders(workspace.home, KINDS) if folder not in gone)
     going = set(retired) - _needed(workspace, left)
-    names = [name for name in (f"{config.name}{end}" for end in TABLES) if warehouse.has_table(name)]
+    names = [f"{config.name}{end}" for end in TABLES]
+    names = [name for name in names if warehouse.has_table(name) and not warehouse.is_foreign(name)]
     tags, snapshots, files, size = list[str](), 0, 0, 0
     with workspace.lock(workspace.ingest_lock):  # an ingest's files belong to no snapshot yet
         for name in names:

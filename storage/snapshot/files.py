@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel
+from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 from pyiceberg.expressions.visitors import bind, extract_field_ids
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestEntry
@@ -148,8 +149,8 @@ def refuse_format(table: Table, file: DataFile) -> None:
 
 
 def rewrite_call(table: Table, option: str, value: str) -> str:
-    """Returns the SQL to rewrite the files of a table in Spark."""
-    name = ".".join(table.name()[-2:])
+    """Returns the SQL to rewrite the files of a table in Spark, whose catalog has the same name in an SQL database."""
+    name = ".".join([*([table.catalog.name] if isinstance(table.catalog, SqlCatalog) else []), *table.name()])
     return f"`CALL system.rewrite_data_files(table => '{name}', options => map('{option}', '{value}'))`"
 
 

@@ -1,7 +1,8 @@
 """A table that another engine writes, read under a name of ours."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any, NoReturn
 
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.catalog.sql import SqlCatalog
@@ -26,6 +27,17 @@ class ForeignTable(Table):
         super().__init__(table.name(), table.metadata, table.metadata_location, table.io, table.catalog, table.config)
         self.alias, self.source = alias, source
 
+    def refuse_change(self) -> NoReturn:
+        """Raises the error about a change."""
+        raise StorageError(
+            f"table '{self.alias}'", "a table of our own to change it", f"'{self.source.table}' of another engine",
+            "It is only read. Change it with that engine.",
+        )  # fmt: skip
+
+    def _do_commit(self, updates: Any, requirements: Any) -> NoReturn:
+        """All of pyiceberg's changes end here."""
+        self.refuse_change()
+
 
 def alias_of(table: Table) -> str:
     """Returns the name that a table is read under."""
@@ -46,27 +58,46 @@ def newest_snapshot(table: Table) -> Snapshot | None:
     return found
 
 
-def load_foreign(own: Catalog, alias: str, source: TableConfig) -> ForeignTable:
-    """Loads a table of another engine.
+class ForeignTables:
+    """Opens tables of other engines. Keeps their catalogs open.
 
     Args:
-        own: The catalog of the warehouse.
-        alias: The name that the table is read under.
-        source: The table.
-    Raises:
-        StorageError: If there is no such table.
+        tables: Name that a table is read under -> the table.
     """
-    first, _, rest = source.table.partition(".")
-    known = Config().get_known_catalogs()
-    tries: list[tuple[Callable[[], Catalog], str]] = [(lambda: own, source.table)]
-    if "." in rest and first.lower() in known:
-        tries = [(lambda: load_catalog(first), rest)]
-    elif "." in rest and isinstance(own, SqlCatalog):  # each catalog of a database sees its own tables alone
-        tries.append((lambda: SqlCatalog(first, **own.properties), rest))
-    for opened, name in tries:
-        with suppress(NoSuchTableError, NoSuchNamespaceError, NoSuchIdentifierError):
-            return ForeignTable(opened().load_table(name), alias, source)
-    raise StorageError(
-        f"table '{source.table}'", "a table of that catalog and namespace", "none of that name", "Correct the name. "
-        f"Catalogs in pyiceberg's own configuration: {', '.join(known) or 'none'}. Otherwise set warehouse.catalog.",
-    )  # fmt: skip
+
+    def __init__(self, tables: Mapping[str, TableConfig]) -> None:
+        self._tables = tables
+        self._catalogs: dict[str, Catalog] = {}
+
+    def __contains__(self, alias: str) -> bool:
+        return alias in self._tables
+
+    def load(self, own: Catalog, alias: str) -> ForeignTable:
+        """Loads a table in its current state.
+
+        Args:
+            own: The catalog of the warehouse.
+            alias: The name that the table is read under.
+        Raises:
+            StorageError: If there is no such table.
+        """
+        source, known = self._tables[alias], Config().get_known_catalogs()
+        first, _, rest = source.table.partition(".")
+        tries: list[tuple[Catalog, str]] = [(own, source.table)]
+        if "." in rest and first.lower() in known:
+            tries = [(self._open(first, lambda: load_catalog(first)), rest)]
+        elif "." in rest and isinstance(own, SqlCatalog):  # each catalog of a database sees its own tables alone
+            tries.append((self._open(first, lambda: SqlCatalog(first, **own.properties)), rest))
+        for catalog, name in tries:
+            with suppress(NoSuchTableError, NoSuchNamespaceError, NoSuchIdentifierError):
+                return ForeignTable(catalog.load_table(name), alias, source)
+        raise StorageError(
+            f"table '{source.table}'", "a table of that catalog and namespace", "none of that name",
+            f"Correct the name. Catalogs in pyiceberg's own configuration: {', '.join(known) or 'none'}. Otherwise set "
+            "warehouse.catalog.",
+        )  # fmt: skip
+
+    def _open(self, name: str, make: Callable[[], Catalog]) -> Catalog:
+        if name not in self._catalogs:
+            self._catalogs[name] = make()
+        return self._catalogs[name]

@@ -19,17 +19,23 @@ READ_OPTIONS: dict[str, Any] = {
 }
 
 
-def is_local(path: str) -> bool:
-    """Tells whether a path is in a local file system."""
-    return path.removeprefix("file://").startswith("/")
+def local_path(path: str) -> str | None:
+    """Returns the path of a file in a local file system. None: it is elsewhere. Spark writes `file:/`.
+
+    Example:
+        >>> local_path("file:///a"), local_path("file:/a"), local_path("/a"), local_path("s3://a/b")
+        ('/a', '/a', '/a', None)
+    """
+    found = path.removeprefix("file://") if path.startswith("file://") else path.removeprefix("file:")
+    return found if found.startswith("/") else None
 
 
 def open_parquet(io: FileIO, path: str) -> pq.ParquetFile:
     """Opens a data file for reading by column. Verifies the checksums of footer and pages."""
-    local = is_local(path)
-    file = pa.memory_map(path.removeprefix("file://")) if local else io.new_input(path).open()
+    local = local_path(path)
+    file = io.new_input(path).open() if local is None else pa.memory_map(local)
     metadata = read_footer(file, checked=path.endswith(SUFFIX))
-    return pq.ParquetFile(file, metadata=metadata, pre_buffer=not local, **READ_OPTIONS)
+    return pq.ParquetFile(file, metadata=metadata, pre_buffer=local is None, **READ_OPTIONS)
 
 
 @contextmanager

@@ -195,6 +195,22 @@ def test_fault_8_a_tag_keeps_a_snapshot_and_its_files(warehouse: Warehouse, home
     )
 
 
+def test_what_was_written_stays_known_when_another_tool_expires_snapshots(warehouse: Warehouse) -> None:
+    """pyiceberg's own maintenance knows nothing of our records."""
+    for day, identity in ((DAY1, "first"), (DAY2, "second"), (DAY1, "third")):
+        table = rows(day, 3)
+        warehouse.replace_days("events", {day: identity}, table.schema, table.to_batches(), 3, notes={day: identity})
+    before = warehouse.day_contents(warehouse.current("events"))
+    kept = warehouse.current("events").snapshot_id
+    their = warehouse.table("events")
+    gone = [snapshot.snapshot_id for snapshot in their.snapshots() if snapshot.snapshot_id != kept]
+    their.maintenance.expire_snapshots().by_ids(gone).commit()
+    assert len(warehouse.table("events").snapshots()) == 1
+    assert warehouse.written_days("events") == {DAY1: "third", DAY2: "second"}
+    assert warehouse.day_notes("events") == {DAY1: "third", DAY2: "second"}
+    assert warehouse.day_contents(warehouse.current("events")) == before
+
+
 def test_fault_8_a_reader_names_its_expired_snapshot(warehouse: Warehouse) -> None:
     pinned = write(warehouse, rows(DAY1, 23))
     reader = warehouse.reader(pinned, ["id"])
@@ -221,7 +237,8 @@ def test_identities_of_days_survive_expiry_in_any_order(warehouse: Warehouse) ->
     assert warehouse.written_days("events") == {DAY1: "d", DAY2: "c"}
 
 
-def test_a_tagged_snapshot_keeps_what_is_known_of_its_days(warehouse: Warehouse) -> None:
+@pytest.mark.parametrize("expired", [False, True])
+def test_a_tagged_snapshot_keeps_what_is_known_of_its_days(warehouse: Warehouse, expired: bool) -> None:
     """Although its days are written again, and the snapshot that wrote them expires."""
 
     def write_day(note: str, same: dict[datetime.date, str]) -> SnapshotRef:
@@ -237,6 +254,9 @@ def test_a_tagged_snapshot_keeps_what_is_known_of_its_days(warehouse: Warehouse)
     write_day("open", {DAY1: "content"})
     other = write(warehouse, rows(DAY2, 3))
     warehouse.tag(other, "train-a")
+    if expired:  # so that only properties have the record
+        write(warehouse, rows(DAY2, 3))
+        expire(warehouse, "events", NOW)
     before = known(other)
     assert before[1:] == [{DAY1: "open"}, before[2] | {DAY1: "content"}]
     for number in range(3):

@@ -58,7 +58,7 @@ def test_reads_of_an_object_store_are_counted(home: Path, gap_bytes: int, monkey
 
             return read_at
 
-    monkeypatch.setattr(reader_module, "is_local", lambda path: False)
+    monkeypatch.setattr(reader_module, "local_path", lambda path: None)
     monkeypatch.setattr(reader_module, "RangeFile", Seen)
     remote = warehouse.reader(snapshot, names)
     got = pa.concat_tables([remote.read(fragment) for fragment in remote.fragments()])

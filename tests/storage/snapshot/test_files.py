@@ -203,7 +203,7 @@ def test_another_value_that_only_the_partition_has_is_refused(warehouse: Warehou
     assert refusal(lambda: read(warehouse, [DAY2])) == (
         "file: expected column 'text' in it, got only a partition of that value. "
         "Rewrite the table with the engine that wrote it: in Spark "
-        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('rewrite-all', 'true'))`."
+        "`CALL system.rewrite_data_files(table => 'dlrm.dlrm.events', options => map('rewrite-all', 'true'))`."
     )
     reader = warehouse.reader(warehouse.current("events"), ["id"])
     assert [reader.read(fragment)["id"].to_pylist() for fragment in reader.fragments([DAY2])] == [[100, 101]]
@@ -382,7 +382,7 @@ def test_files_of_another_format_are_refused(warehouse: Warehouse) -> None:
     assert refusal(lambda: read(warehouse)) == (
         "file: expected a Parquet file, got one in ORC. "
         "Set the table's property write.format.default=parquet and rewrite it: in Spark "
-        "`CALL system.rewrite_data_files(table => 'dlrm.events', options => map('rewrite-all', 'true'))`."
+        "`CALL system.rewrite_data_files(table => 'dlrm.dlrm.events', options => map('rewrite-all', 'true'))`."
     )
 
 

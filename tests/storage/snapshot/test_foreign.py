@@ -24,6 +24,9 @@ from pyiceberg.typedef import Record
 
 from storage.config import TableConfig, WarehouseConfig
 from storage.errors import StorageError
+from storage.layout.rewrite import rewrite_day, set_layout
+from storage.layout.spec import Layout
+from storage.maintenance import drop_tags, expire, vacuum
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 from tests.storage.foreign import add_files
@@ -211,7 +214,7 @@ def test_a_branch_and_a_tag_are_read_by_name(theirs: Catalog, opened: Callable[.
         opened(branch="other").current("samples")
 
 
-def test_a_table_is_never_changed(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+def test_a_table_is_never_changed(theirs: Catalog, opened: Callable[..., Warehouse], tmp_path: Path) -> None:
     """Not by a tag either, so rights to read are enough."""
     make(theirs, "ds")
     folder = Path(theirs.properties["uri"].removeprefix("sqlite:///")).parent
@@ -223,6 +226,11 @@ def test_a_table_is_never_changed(theirs: Catalog, opened: Callable[..., Warehou
         lambda: warehouse.replace_days("samples", {START.date(): "i"}, rows.schema, rows.to_batches(), 1),
         lambda: warehouse.append("samples", rows.schema, rows.to_pylist()),
         lambda: warehouse.set_properties("samples", {"a": "b"}),
+        lambda: set_layout(warehouse.table("samples"), Layout(codec="lz4")),
+        lambda: rewrite_day(warehouse, "samples", START.date(), tmp_path),
+        lambda: expire(warehouse, "samples", datetime.timedelta()),
+        lambda: vacuum(warehouse, "samples", datetime.timedelta(), dry_run=False),
+        lambda: drop_tags(warehouse, "samples", ["a"]),
     ):
         with pytest.raises(
             StorageError, match=r"expected a table of our own .* got 'theirs.logs.events' of another engine"
