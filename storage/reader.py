@@ -25,6 +25,7 @@ from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
 from storage.snapshot.files import DayFile, data_files, refuse_format, rewrite_call, rule_of, schema_at, snapshot_at
 from storage.snapshot.files import SnapshotRef as SnapshotRef
 from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
+from storage.snapshot.maps import MapEntries, add_keys, find_keys
 from storage.snapshot.parquet import READ_OPTIONS, StoredColumns, corrupt, local_path, open_parquet, reading
 
 READ_ROWS = 8_192
@@ -66,7 +67,7 @@ class SnapshotReader:
         schema: Schema | None = None,
     ) -> None:
         self.table, self.reference, self.row_filter = table, reference, row_filter
-        self.schema = schema or schema_at(table, reference)
+        self.schema = add_keys(schema or schema_at(table, reference), columns)
         self.columns = list(columns)
         self._keep: pc.Expression | None = None
         needed = dict.fromkeys(columns)
@@ -97,6 +98,7 @@ class SnapshotReader:
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
         self._types = {name: arrow.field(name).type for name in needed}
         self._defaults = {name: self.schema.find_field(name).initial_default for name in needed}
+        self._keys = find_keys(self.schema, needed)
 
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
         """Lists the row groups of the snapshot by day, file and position. Their `rows` count before the row filter.
@@ -163,20 +165,26 @@ class SnapshotReader:
         first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
         gone = self._left_out.positions(fragment.of_file)
         names = {name: stored[i] for name, i in self._ids.items() if i in stored}
+        maps = {
+            key.field: stored[key.field]
+            for name, key in self._keys.items()
+            if name not in names and key.field in stored
+        }
+        wanted_columns = list(dict.fromkeys([*names.values(), *maps.values()]))
         group, is_local = file.metadata.row_group(fragment.row_group), local_path(fragment.path) is not None
         with self._reading(fragment.path):
-            wanted = self._count_read(group, set(names.values()), is_local)
+            wanted = self._count_read(group, set(wanted_columns), is_local)
         if not is_local:
             source = RangeFile(self.table.io.new_input(fragment.path).open(), wanted)
             file = pq.ParquetFile(pa.PythonFile(source, "r"), metadata=file.metadata, pre_buffer=False, **READ_OPTIONS)
-        parts = file.iter_batches(READ_ROWS, [fragment.row_group], list(names.values()), use_threads=False)
+        parts = file.iter_batches(READ_ROWS, [fragment.row_group], wanted_columns, use_threads=False)
         try:
             while (part := self._next(parts, fragment)) is not None:
                 begin, last = np.searchsorted(gone, [first, first + len(part)])
                 live = part if begin == last else _without(part, gone[begin:last] - first)
                 first += len(part)
                 rows += len(live)
-                yield self._project(live, names, fragment)
+                yield self._project(live, names, maps, fragment)
         finally:
             file.close()
         if first != end or rows != fragment.rows:
@@ -189,17 +197,29 @@ class SnapshotReader:
                 part.validate(full=True)
             return part
 
-    def _project(self, part: pa.RecordBatch, names: Mapping[str, str], fragment: Fragment) -> pa.RecordBatch:
+    def _project(
+        self, part: pa.RecordBatch, names: Mapping[str, str], maps: Mapping[int, str], fragment: Fragment
+    ) -> pa.RecordBatch:
         """Filters a part and gives it the table's names and types.
 
-        A column missing from the file gets its default value, which is mostly null. `day` gets the partition's value.
+        A column missing from the file is read from its map, if the file has that. Otherwise it gets its default value,
+        which is mostly null. `day` gets the partition's value.
+
+        Args:
+            names: Column -> its name in the file.
+            maps: Field id of a map -> its name in the file.
         """
-        arrays = [
-            _cast(part.column(names[name]), kind, name, fragment)
-            if name in names
-            else _fill(fragment.day if name == DAY else self._defaults[name], kind, len(part))
-            for name, kind in self._types.items()
-        ]
+        indexes = {number: MapEntries(part.column(name)) for number, name in maps.items()}
+
+        def column(name: str, kind: pa.DataType) -> pa.Array:
+            if name in names:
+                return _cast(part.column(names[name]), kind, name, fragment)
+            key = self._keys.get(name)
+            if key is not None and key.field in indexes:
+                return _cast(indexes[key.field].column(key.key, key.scores), kind, name, fragment)
+            return _fill(fragment.day if name == DAY else self._defaults[name], kind, len(part))
+
+        arrays = [column(name, kind) for name, kind in self._types.items()]
         return keep_rows(pa.RecordBatch.from_arrays(arrays, list(self._types)), self._keep, self.columns)
 
     def _count_read(self, group: pq.RowGroupMetaData, names: set[str], local: bool) -> list[Range]:

@@ -15,6 +15,7 @@ from pyiceberg.exceptions import CommitFailedException, NoSuchTableError, TableA
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
 from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
+from pyiceberg.schema import Schema
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
 from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
@@ -35,6 +36,7 @@ from storage.days import (
     to_summary,
 )
 from storage.errors import ConflictError, StorageError, UnknownCommitError
+from storage.keys import expand_keys, map_names
 from storage.layout.spec import Layout
 from storage.objects import add_variables
 from storage.reader import DAY, SnapshotReader, SnapshotRef
@@ -42,6 +44,7 @@ from storage.snapshot.dating import days_filter
 from storage.snapshot.files import DayFile, data_files, day_of, refuse_format, rule_of, schema_at, snapshot_at
 from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot
 from storage.snapshot.left_out import LeftOut, ReadCache
+from storage.snapshot.maps import add_keys
 from storage.writer import DataFileWriter, collect_chunks
 
 PART_OF = "dlrm.part-of"
@@ -171,7 +174,7 @@ class Warehouse:
     ) -> SnapshotRef:
         """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
 
-        Readers see either all old days or all new ones. ReadCache holds `file_rows` rows.
+        Readers see either all old days or all new ones. Memory holds `file_rows` rows.
 
         Args:
             days: Day -> identity of what is written, recorded in the snapshot's summary.
@@ -476,9 +479,21 @@ class Warehouse:
         if holder is None:
             self.writable(reference.table).manage_snapshots().create_tag(reference.snapshot_id, tag).commit()
 
-    def schema(self, reference: SnapshotRef) -> pa.Schema:
-        """Returns the Arrow schema of the table at the snapshot."""
-        return schema_at(self.table(reference.table), reference).as_arrow()
+    def schema(self, reference: SnapshotRef, wanted: Iterable[str] = ()) -> pa.Schema:
+        """Returns the Arrow schema of the table at the snapshot.
+
+        Args:
+            wanted: Columns that are keys of maps, such as `dense_17` or `ids[42..80]`. Other names change nothing.
+        """
+        schema = schema_at(self.table(reference.table), reference)
+        maps = map_names(arrow := schema.as_arrow())
+        names = [name for pattern in wanted for name in expand_keys(pattern, arrow.names, maps)] if maps else []
+        return add_keys(schema, names).as_arrow() if names else arrow
+
+    def filter_schema(self, reference: SnapshotRef) -> Schema:
+        """Returns the columns that a filter can name."""
+        table = self.table(reference.table)
+        return schema_at(table, reference) if isinstance(table, ForeignTable) else table.schema()
 
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
         """Counts the rows of each day at the snapshot, in order of the days.
@@ -645,6 +660,8 @@ def _is_same_type(old: pa.DataType, new: pa.DataType) -> bool:
     lists = [is_list(kind) for kind in (old, new)]
     if any(lists):
         return all(lists) and _is_same_type(old.value_type, new.value_type)
+    if pa.types.is_map(old) and pa.types.is_map(new):
+        return _is_same_type(old.key_type, new.key_type) and _is_same_type(old.item_type, new.item_type)
     texts = [is_text(kind) for kind in (old, new)]
     return all(texts) or old == new
 
@@ -653,6 +670,8 @@ def _family(kind: pa.DataType) -> str:
     """Returns the family of types that Iceberg can widen into each other (int to long, float to double)."""
     if is_list(kind):
         return f"list of {_family(kind.value_type)}"
+    if pa.types.is_map(kind):
+        return f"map of {_family(kind.key_type)} to {_family(kind.item_type)}"
     if pa.types.is_timestamp(kind):
         return "timestamp with zone" if kind.tz else "timestamp"
     if is_text(kind):

@@ -24,6 +24,7 @@ from pyiceberg.types import DateType
 
 from storage.errors import StorageError
 from storage.footer import SUFFIX, FooterSink
+from storage.keys import is_key, map_names
 from storage.layout.spec import Layout
 from storage.reader import DAY
 
@@ -61,14 +62,21 @@ class DataFileWriter:
         self.layout = Layout.of(metadata.properties, defaults)
         arrow = schema_to_pyarrow(self.schema)
         self.arrow = pa.schema([arrow.field(name) for name in self.layout.in_order(arrow.names)])
+        maps = map_names(arrow)
+        self.keyed = {name for name in arrow.names if name in maps or is_key(name, maps)}
         self.order = [(name, "ascending") for name in self.layout.order_by if _is_sortable(self.arrow, name)]
         self.locations: LocationProvider = load_location_provider(metadata.location, metadata.properties)
         self._numbers = itertools.count()
 
     def write(self, rows: pa.Table) -> list[DataFile]:
-        """Writes one file for each day, in order of the days. Rows are sorted by `order_by`, else keep their order."""
+        """Writes one file for each day, in order of the days. Rows are sorted by `order_by`, else keep their order.
+
+        Columns that the rows lack are null. Maps that they lack are left out, and so are columns for keys of maps: a
+        reader takes these from whichever of the two a file has.
+        """
         given = set(rows.schema.names)
-        whole = pa.table([_column(rows, field, given) for field in self.arrow], schema=self.arrow)
+        fields = pa.schema([field for field in self.arrow if field.name in given or field.name not in self.keyed])
+        whole = pa.table([_column(rows, field, given) for field in fields], schema=fields)
         if whole[DAY].null_count:
             raise StorageError("column 'day'", "a day in each row", "rows without one", "Give the source's rows a day.")
         for field in self.arrow:
@@ -89,7 +97,10 @@ class DataFileWriter:
         name = f"00000-{number}-{self.commit}{SUFFIX}"
         output = self.io.new_output(self.locations.new_data_location(name, key))
         if self.order:
-            rows = rows.take(pc.sort_indices(rows, sort_keys=self.order))  # stable: equal rows keep their order
+            keys = [(name, way) for name, way in self.order if name in rows.schema.names]
+            rows = (
+                rows.take(pc.sort_indices(rows, sort_keys=keys)) if keys else rows
+            )  # stable: equal rows keep their order
         with output.create(overwrite=True) as stream:
             metadata = write_parquet(stream, rows, self.layout)
         bound = to_bytes(DateType(), key.partition[0])

@@ -16,6 +16,7 @@ from pipeline.extraction.intake import DAYS_AT_ONCE, count_duplicates, days_befo
 from pipeline.extraction.opening import MEMORY, Report
 from pipeline.extraction.samples import number_columns
 from pipeline.transforms.schema import FeatureSchema
+from storage.keys import map_names
 from storage.query import connect
 from storage.reader import DAY, SnapshotRef
 from storage.scratch import ScratchFolder
@@ -106,9 +107,10 @@ def _check(
     verdicts = {rule: "fail" for rule in get_args(Rule) if config.outcome(rule) == "quarantine"}
     rules = config.model_copy(update=verdicts)
     names = [name for name in warehouse.schema(snapshot).names if name != DAY]
+    maps = map_names(warehouse.schema(snapshot))
     earlier = days_before(warehouse, snapshot.table, days, rules.trailing_days)
     with connect([], folder, MEMORY) as connection:
-        measured = measure_days(connection, warehouse, snapshot, days, number_columns(schema, names, ()))
+        measured = measure_days(connection, warehouse, snapshot, days, number_columns(schema, names, (), maps))
         duplicates = {}
         if rules.key is not None and rules.duplicates != "off":
             view = stored_rows(connection, warehouse, snapshot, days)([rules.key])

@@ -35,9 +35,10 @@ from pipeline.extraction.join import LabelJoin
 from pipeline.extraction.losses import StoredDay, add_statistics, find_losses, read_stored_days
 from pipeline.extraction.opening import OpenSource, Report, SourceContext, fingerprint, open_source_rows
 from pipeline.extraction.refill import Refill, plan_refill, refill_days
-from pipeline.extraction.samples import count_rows, number_columns
+from pipeline.extraction.samples import count_rows, maps_of, number_columns
 from pipeline.extraction.writing import order_clause, write_days
 from pipeline.transforms.schema import FeatureSchema
+from storage.query import column_types
 from storage.reader import SnapshotRef
 
 
@@ -239,7 +240,8 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResul
     losses = partial(_find_losses, ingest, plan, {day.day: day for day in plan.due})
     intake = None
     if ingest.config.profile:
-        numbers = number_columns(context.schema, rows.columns, context.outcome_columns)
+        maps = maps_of(column_types(rows.connection, rows.view))
+        numbers = number_columns(context.schema, rows.columns, context.outcome_columns, maps)
         repair_profile(rows.connection, context.warehouse, context.table, plan.unchanged, numbers, ingest.warn)
         holds: list[Rule] = ["losses"] if rewritten and ingest.loss_outcome in ("fail", "quarantine") else []
         if plan.due:

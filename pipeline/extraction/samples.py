@@ -3,7 +3,7 @@
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import duckdb
@@ -15,6 +15,7 @@ from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import ROW
 from pipeline.extraction.text import FILE, ISO_DAY
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
+from storage.keys import is_key
 from storage.query import column_types, quote
 from storage.reader import DAY
 
@@ -32,6 +33,10 @@ DAY_UNITS = {"seconds": 86_400, "milliseconds": 86_400_000, "microseconds": 86_4
 """Unit of `source.day_unit` -> how many make a day."""
 FARTHEST_DAY = 1_000_000
 """Days from 1970 within which a number counts as a time."""
+MAP = re.compile(
+    r"MAP\((INTEGER|BIGINT), ((FLOAT|DOUBLE|INTEGER|BIGINT|VARCHAR)(\[\])?|MAP\((INTEGER|BIGINT), (FLOAT|DOUBLE)\))\)"
+)
+"""DuckDB's name of a map of features: key -> a number, a list of ids, or a scored list."""
 _KEPT = ("BOOLEAN", "INTEGER", "BIGINT", "FLOAT", "DOUBLE", "VARCHAR", "DATE")
 
 
@@ -64,7 +69,8 @@ def add_types(
     if isinstance(day, str):
         resolve([day], names, "source.day_column")
     # Column `day` of the table is the partition. A source column `day` with another meaning is dropped.
-    dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made)
+    maps = maps_of(types)
+    dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made, maps)
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
     # A column of untyped nulls or empty lists is left out. When a later file gives its type, these rows read null.
     untyped = {name for name in names if types[name].removesuffix("[]") == _NULLS and name not in dense}
@@ -93,6 +99,15 @@ def add_types(
     if isinstance(day, str):
         _check_days(connection, view, day, types[day], count_rows(connection, "samples", f"{DAY} IS NULL"), date)
     return "samples"
+
+
+def maps_of(types: Mapping[str, str]) -> list[str]:
+    """Returns the columns that are maps.
+
+    Args:
+        types: Column -> DuckDB type.
+    """
+    return [name for name, kind in types.items() if kind.startswith("MAP(") and not kind.endswith("[]")]
 
 
 def _check_names(refused: Sequence[str]) -> None:
@@ -195,14 +210,20 @@ def _bad_weight(name: str) -> str:
     )
 
 
-def number_columns(schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str]) -> set[str]:
+def number_columns(
+    schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str], maps: Collection[str] = ()
+) -> set[str]:
     """Returns the columns of the stored rows with counts or labels: their integers are not ids."""
-    return {schema.label, *made, *dense_columns(schema, names, made)}
+    return {schema.label, *made, *dense_columns(schema, names, made, maps)}
 
 
-def dense_columns(schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str]) -> list[str]:
-    """Returns the columns that features read as numbers.
+def dense_columns(
+    schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str], maps: Collection[str] = ()
+) -> list[str]:
+    """Returns the columns that features read as numbers, without keys of maps.
 
+    Args:
+        maps: Those of the columns that are maps.
     Raises:
         ConfigError: If a column of the schema does not exist, or is an outcome.
     """
@@ -213,17 +234,17 @@ def dense_columns(schema: FeatureSchema | LabelColumns, names: list[str], made: 
     found: list[str] = []
     read: list[str] = []
     for dense in schema.dense:
-        columns = _resolved(schema, dense.columns, known, "features.dense column")
+        columns = _resolved(schema, dense.columns, known, maps, "features.dense column")
         read += columns
         found += columns if dense.read_kind("dense") == "dense" else []
     for sparse in schema.sparse:
-        columns = _resolved(schema, sparse.columns, known, "features.sparse column")
+        columns = _resolved(schema, sparse.columns, known, maps, "features.sparse column")
         read += columns
         found += columns if sparse.read_kind("sparse") == "dense" else []
     for op in schema.derived:
         for name, kind in zip(op.inputs, input_kinds(op), strict=False):
             if name not in known:
-                if _is_joined(schema, name):
+                if _is_joined(schema, name) or is_key(name, maps):
                     continue
                 raise unknown_column(f"{op.kind} of '{op.output}', input", name, known)
             read.append(name)
@@ -232,9 +253,15 @@ def dense_columns(schema: FeatureSchema | LabelColumns, names: list[str], made: 
     return [name for name in dict.fromkeys(found) if name not in derived]
 
 
-def _resolved(schema: FeatureSchema, patterns: Sequence[str], known: Sequence[str], where: str) -> list[str]:
-    """Columns of the source that the patterns name. Columns of feature sources are joined later, when rows are read."""
-    own = [name for name in patterns if fnmatch.filter(known, name) or not _is_joined(schema, name)]
+def _resolved(
+    schema: FeatureSchema, patterns: Sequence[str], known: Sequence[str], maps: Collection[str], where: str
+) -> list[str]:
+    """Returns columns of the source that the patterns name.
+
+    Columns of feature sources are joined later, and keys of maps are looked up later, when rows are read.
+    """
+    stored = [name for name in patterns if fnmatch.filter(known, name) or not is_key(name, maps)]
+    own = [name for name in stored if fnmatch.filter(known, name) or not _is_joined(schema, name)]
     return resolve(own, known, where)
 
 
@@ -277,6 +304,8 @@ def _cast(name: str, kind: str, dense: bool, is_float: bool = False) -> str:
     item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
     if dense and kind in ("VARCHAR", _NULLS):
         return f"CAST({column} AS DOUBLE)"
+    if MAP.fullmatch(kind):
+        return column
     if item.endswith("]"):
         raise _unstorable(name, kind)
     if item in _KEPT:
@@ -302,7 +331,7 @@ def _cast(name: str, kind: str, dense: bool, is_float: bool = False) -> str:
 def _unstorable(name: str, kind: str) -> DataError:
     return DataError(
         f"column '{name}'",
-        "numbers, text, dates or lists of them",
+        "numbers, text, dates, lists of them or maps of them by a whole number",
         f"type {kind}",
         "Split it into separate columns.",
     )

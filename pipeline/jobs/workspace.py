@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -77,11 +77,15 @@ class Workspace:
         sources = [source for source in self.config.features.joined if not source.stored]
         return pin_sources(sources, ROOT, self.warehouse)
 
-    def columns(self, snapshot: "SnapshotRef") -> "pa.Schema":
-        """Returns the columns that a training can name: those of the table and of joined feature sources."""
+    def columns(self, snapshot: "SnapshotRef", wanted: Iterable[str] = ()) -> "pa.Schema":
+        """Returns the columns that a training can name: those of the table and of joined feature sources.
+
+        Args:
+            wanted: Columns that may be keys of the table's maps.
+        """
         from pipeline.data.joined.reader import joined_schema
 
-        return joined_schema(self.warehouse, snapshot, self.feature_joins())
+        return joined_schema(self.warehouse, snapshot, self.feature_joins(), wanted)
 
     def stored(self, path: Path) -> "ObjectFolder | None":
         """Returns where `storage.path` has the folder of a training, or what is in it. None: it has not.

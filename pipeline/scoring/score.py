@@ -129,7 +129,7 @@ def score(
         ConfigError: If the table lacks a column that the model reads. Nothing is read or written then.
         DataError: If a row's score is not a number. Earlier days stay written.
     """
-    schema = joined_schema(warehouse, work.source, work.joined)
+    schema = joined_schema(warehouse, work.source, work.joined, model.columns)
     missing = [name for name in model.columns if name not in schema.names]
     if missing:
         raise ConfigError(

@@ -123,6 +123,11 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     allow_deprecated: bool = False
     """Whether to train on features that the catalog marks as deprecated."""
 
+    def named_columns(self) -> list[str]:
+        """Returns the names and patterns of all columns that features read."""
+        groups = [name for group in (*self.dense, *self.sparse) for name in group.columns]
+        return [*groups, *(name for op in self.derived for name in op.inputs)]
+
 
 def resolve(
     patterns: Iterable[str], known: Iterable[str], where: str, what: str = "a column of the table"

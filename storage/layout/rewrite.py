@@ -2,7 +2,7 @@
 
 import datetime
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import duckdb
@@ -70,18 +70,23 @@ def days_to_compact(warehouse: Warehouse, reference: SnapshotRef) -> list[dateti
     ]
 
 
-def rewrite_day(warehouse: Warehouse, name: str, day: datetime.date, temporary: Path) -> RewriteResult:
+def rewrite_day(
+    warehouse: Warehouse, name: str, day: datetime.date, temporary: Path, columns: Sequence[str] | None = None
+) -> RewriteResult:
     """Rewrites a day in the table's layout, in one commit. The day keeps its identity.
 
-    The new files are read back before the commit. Unless they hold the same rows, nothing changes. ReadCache holds
+    The new files are read back before the commit. Unless they hold the same rows, nothing changes. Memory holds
     `file_rows` rows. Rows are read and written with the table's current columns.
 
+    Args:
+        columns: Columns to write. None: all of the table.
     Raises:
         ConflictError: If another writer changed the day in the meantime.
         StorageError: If the rows written differ from the rows read.
     """
     table, reference = warehouse.writable(name), warehouse.current(name)
-    reader = SnapshotReader(table, reference, table.schema().as_arrow().names, None, table.schema())
+    names = table.schema().as_arrow().names if columns is None else columns
+    reader = SnapshotReader(table, reference, names, None, table.schema())
     before, rows = warehouse.day_files(reference)[day], warehouse.count_rows(reference, [day])
     sums = connect([], temporary, "1GB")
     after: list[DataFile] = []

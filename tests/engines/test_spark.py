@@ -57,11 +57,11 @@ def read(warehouse: Warehouse, columns: tuple[str, ...] = ("id", "num")) -> list
         parts = [reader.read(fragment) for fragment in reader.fragments([day])]
         assert sum(part.num_rows for part in parts) == count == warehouse.count_rows(snapshot, [day])
         found += [row for part in parts for row in zip(*part.to_pydict().values(), strict=True)]
-    return sorted((str(day), *values) for day, *values in found)
+    return sorted(((str(day), *values) for day, *values in found), key=str)
 
 
 def by_spark(spark: Spark, name: str, day: str = "day", columns: str = "id, num") -> list[tuple[Any, ...]]:
-    return sorted(spark.sql(f"SELECT CAST(CAST({day} AS DATE) AS STRING), {columns} FROM prod.logs.{name}"))
+    return sorted(spark.sql(f"SELECT CAST(CAST({day} AS DATE) AS STRING), {columns} FROM prod.logs.{name}"), key=str)
 
 
 def by_pyiceberg(spark: Spark, name: str) -> list[int]:
@@ -156,12 +156,17 @@ def test_files_that_were_registered(spark: Spark, name: str, opened: Any, tmp_pa
     assert read(opened()) == by_spark(spark, name)
 
 
-def test_maps_and_structs_beside_the_columns(spark: Spark, name: str, opened: Any) -> None:
+def test_maps_are_read_by_key_and_structs_do_no_harm(spark: Spark, name: str, opened: Any) -> None:
     spark.sql(
         f"CREATE TABLE prod.logs.{name} USING iceberg PARTITIONED BY (days(ts)) AS "
-        f"SELECT *, map(1, 0.5) AS dense, named_struct('a', 1) AS inner FROM ({rows()})"
+        f"SELECT *, map(1, 0.5f, CAST(id % 3 AS INT) + 2, num) AS dense, map(4, array(id, NULL)) AS ids, "
+        f"map(9, map(id, 2.0f)) AS scored, named_struct('a', 1) AS inner FROM ({rows()})"
     )
     assert read(opened(day_column="ts")) == by_spark(spark, name, "ts")
+    columns = ("id", "dense_1", "dense_3", "ids_4", "scored_9", "scored_9_scores")
+    found = read(opened(day_column="ts"), columns)
+    looked_up = "id, dense[1], dense[3], ids[4], map_keys(scored[9]), map_values(scored[9])"
+    assert sorted(map(str, found)) == sorted(map(str, by_spark(spark, name, "ts", looked_up)))
 
 
 def test_a_branch_that_an_audit_writes(spark: Spark, name: str, opened: Any) -> None:

@@ -207,9 +207,15 @@ def open_reader(
     return warehouse.reader(reference, columns, row_filter)
 
 
-def joined_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[PinnedSource]) -> pa.Schema:
-    """Returns all columns that a reader can read: the table's, then those of feature sources. Raises as they do."""
-    table = warehouse.schema(reference)
+def joined_schema(
+    warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[PinnedSource], wanted: Iterable[str] = ()
+) -> pa.Schema:
+    """Returns all columns that a reader can read: the table's, then those of feature sources. Raises as they do.
+
+    Args:
+        wanted: As in `Warehouse.schema`.
+    """
+    table = warehouse.schema(reference, wanted)
     added = added_columns([FeatureSource(pinned, warehouse) for pinned in joined], table)
     return pa.schema([*table, *added])
 
@@ -217,7 +223,7 @@ def joined_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence
 def filter_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[PinnedSource]) -> Schema:
     """Returns the columns that a filter can name."""
     if not joined:
-        return warehouse.table(reference.table).schema()
+        return warehouse.filter_schema(reference)
     return to_filter_schema(joined_schema(warehouse, reference, joined))
 
 

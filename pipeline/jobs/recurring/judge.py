@@ -96,8 +96,8 @@ def _find_challenger(workspace: Workspace, today: Today) -> int | None:
 def _judge(workspace: Workspace, today: Today, challenger: int, folder: Path) -> DayVerdict:
     champion, log = today.champion.version, workspace.console.log
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-    spec, columns = select_day_rows(workspace, today), workspace.columns(today.snapshot).names
-    model, read, error = download_scorer(workspace, challenger, columns, folder / "challenger")
+    spec = select_day_rows(workspace, today)
+    model, read, error = download_scorer(workspace, challenger, today.snapshot, folder / "challenger")
     quality: dict[int, Numbers] = {}
     if model is None:
         reason = f"Version {challenger}, the challenger, cannot score these rows: {error}."
@@ -163,7 +163,7 @@ def choose_reference(workspace: Workspace, today: Today) -> int:
 
 def evaluate_reference(workspace: Workspace, today: Today, version: int, folder: Path) -> Numbers | None:
     """Evaluates the reference on the whole day. Returns None and logs the reason if it cannot score the day."""
-    model, _, error = download_scorer(workspace, version, workspace.columns(today.snapshot).names, folder / "reference")
+    model, _, error = download_scorer(workspace, version, today.snapshot, folder / "reference")
     if model is not None:
         try:
             with workspace.console.progress() as progress:

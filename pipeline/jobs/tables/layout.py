@@ -3,6 +3,7 @@
 import datetime
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from pipeline.config import load
@@ -11,6 +12,7 @@ from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Costs
+from storage.layout.flatten import add_columns, count_keys, days_with_maps, drop_maps, flattened
 from storage.layout.proposal import Proposal, propose
 from storage.layout.reads import ReadRecord, load_reads, record_read
 from storage.layout.rewrite import (
@@ -84,6 +86,31 @@ def compact_table(workspace: Workspace, name: str) -> Result:
     )
 
 
+@step("flatten")
+def flatten_table(workspace: Workspace, name: str) -> Result:
+    """Maps of features -> a column for each key. Safe to repeat: finished days stay, each other one is one commit.
+
+    Configs that name keys train the same model before, after and meanwhile. Columns that the config reads come first
+    in the files, then those of most rows.
+    """
+    warehouse = workspace.warehouse
+    wanted = workspace.config.features.named_columns()
+    read = warehouse.schema(warehouse.current(name), wanted).names
+    with workspace.lock(f"ingest of table '{name}'"):  # a later day may have other keys
+        with workspace.console.progress() as progress:
+            counts = count_keys(warehouse, warehouse.current(name), partial(progress, "keys"))
+        add_columns(warehouse, name, counts)
+        layout = layout_of(warehouse, name)
+        if counts:
+            first = dict.fromkeys([*(column for column in read if column in counts), *counts, *layout.first])
+            set_layout(warehouse.writable(name), layout.model_copy(update={"first": tuple(first)}))
+        days = days_with_maps(warehouse, warehouse.current(name))
+        done = _rewrite_locked(workspace, name, days, flattened(warehouse, name))
+        dropped = drop_maps(warehouse, name)
+    workspace.console.log.info("%s maps are now %s columns", len(dropped), f"{len(counts):,}")
+    return _summarize("flatten", name, done) | {"maps": dropped, "columns": len(counts)}
+
+
 @step("measure")
 def measure_reads(workspace: Workspace, name: str) -> Result:
     """Times reading the config's columns of all days in one thread. Safe to repeat: it only reads."""
@@ -142,25 +169,30 @@ def _select_columns(workspace: Workspace, name: str) -> list[str]:
     """Returns the columns that a training of the config reads. Another table than the config's: all columns."""
     config = workspace.config
     warehouse = workspace.warehouse
-    there = warehouse.schema(warehouse.current(name)).names
     if name != config.name:
-        return there
+        return warehouse.schema(warehouse.current(name)).names
     read = load(config, {"features.allow_deprecated": True})  # deprecated columns are still read
-    return [
-        column for column in resolve_dataset(workspace.with_config(read), None)[1]["train"].columns if column in there
-    ]
+    columns = resolve_dataset(workspace.with_config(read), None)[1]["train"].columns
+    there = warehouse.schema(warehouse.current(name), columns).names
+    return [column for column in columns if column in there]
 
 
 def _rewrite_days(workspace: Workspace, name: str, days: Sequence[datetime.date]) -> list[RewriteResult]:
+    with workspace.lock(f"ingest of table '{name}'"):
+        return _rewrite_locked(workspace, name, days)
+
+
+def _rewrite_locked(
+    workspace: Workspace, name: str, days: Sequence[datetime.date], columns: Sequence[str] | None = None
+) -> list[RewriteResult]:
     done = []
     with (
-        workspace.lock(f"ingest of table '{name}'"),
         exclusive_dir(workspace.home / "tmp" / f"layout-{name}") as temporary,
         workspace.console.progress("days") as progress,
     ):
         for number, day in enumerate(days):
             progress("rewrite", number, len(days), str(day))
-            done.append(rewrite_day(workspace.warehouse, name, day, temporary))
+            done.append(rewrite_day(workspace.warehouse, name, day, temporary, columns))
         if days:
             progress("rewrite", len(days), len(days))
     return done
@@ -191,7 +223,7 @@ def change_layout(workspace: Workspace, action: str, name: str, options: dict[st
     """Runs one action of `flows.layout` on a table.
 
     Args:
-        action: propose, apply, measure, compact, expire or vacuum.
+        action: propose, apply, measure, compact, flatten, expire or vacuum.
         name: Table of the warehouse.
         options: Parameters of the flow by name.
     """
@@ -205,6 +237,8 @@ def change_layout(workspace: Workspace, action: str, name: str, options: dict[st
             return measure_reads(workspace, name)
         case "compact":
             return compact_table(workspace, name)
+        case "flatten":
+            return flatten_table(workspace, name)
         case "expire":
             return expire_snapshots(workspace, name, options["older_than_days"], options["dry_run"])
         case _:

@@ -4,7 +4,7 @@ import math
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +45,7 @@ from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.tracking import is_disk_error, is_unreachable
 from pipeline.registration.versions import download_packed
-from storage.reader import DAY, Fragment
+from storage.reader import DAY, Fragment, SnapshotRef
 
 IMPORTANCE_BATCH_ROWS = 2_048
 """Rows that exchange the values of a feature."""
@@ -213,7 +213,7 @@ def score_both(
     fetched, groups = folder / "champion", folder / "groups"
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     try:
-        champion, columns, error = download_scorer(workspace, version, workspace.columns(spec.snapshot).names, fetched)
+        champion, columns, error = download_scorer(workspace, version, spec.snapshot, fetched)
         extra = tuple(dict.fromkeys([*spec.extra, *columns]))
         comparison = Comparison(
             spec=spec.model_copy(update={"extra": extra}),
@@ -296,7 +296,7 @@ def evaluate_model(workspace: Workspace, spec: DataSpec, rows: int, model: Path,
     """
     groups, warehouse, columns = model.parent / "groups", workspace.warehouse, plan_of(model).columns
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
-    known = joined_schema(warehouse, spec.snapshot, spec.joined).names
+    known = joined_schema(warehouse, spec.snapshot, spec.joined, columns).names
     if absent := [name for name in columns if name not in known]:
         where, expected = f"table '{workspace.config.name}'", "the columns that the champion reads"
         raise ConfigError(
@@ -387,13 +387,13 @@ def report_baselines(workspace: Workspace, report: EvalReport, baselines: Sequen
 
 
 def download_scorer(
-    workspace: Workspace, version: int | None, known: Iterable[str], folder: Path
+    workspace: Workspace, version: int | None, snapshot: SnapshotRef, folder: Path
 ) -> tuple[Path | None, list[str], str | None]:
     """Fetches a version from the registry. Returns its packed model, the columns it reads, or why it cannot score.
 
     Args:
         version: None: there is none.
-        known: Columns of the table that it is to score.
+        snapshot: The rows that it is to score.
     """
     if version is None:
         return None, [], None
@@ -404,6 +404,7 @@ def download_scorer(
         if is_unreachable(error):  # it will be there later
             raise
         return None, [], one_line(error)
+    known = workspace.columns(snapshot, columns).names
     absent = [name for name in columns if name not in known]
     return (None, [], f"the table has no column {', '.join(absent)}") if absent else (model, columns, None)
 
@@ -493,5 +494,5 @@ def evaluate(workspace: Workspace, job: TrainingJob, trained: TrainingResult) ->
 def pack_model(workspace: Workspace, job: TrainingJob, trained: TrainingResult, form: Weights = "fp32") -> Path:
     config = workspace.config
     folder = Path(job.folder) / ("model" if form == "fp32" else f"{form}/model")  # MLflow keeps the last part as a name
-    schema, defaults = workspace.columns(job.snapshot), config.registration.defaults
+    schema, defaults = workspace.columns(job.snapshot, job.plan.columns), config.registration.defaults
     return pack(folder, Path(trained.weights), job.plan, config.model, schema, form, defaults)

@@ -278,7 +278,7 @@ def build_specs(
     """
     config = workspace.config
     warehouse, joined = workspace.warehouse, workspace.feature_joins()
-    schema = joined_schema(warehouse, snapshot, joined)
+    schema = joined_schema(warehouse, snapshot, joined, config.features.named_columns())
     plan = _build_plan(workspace, snapshot, schema)
     _check_columns(workspace, schema, plan)
     session = config.preprocessing.session_column

@@ -24,6 +24,7 @@ from pipeline.transforms.schema import (
     unknown_column,
 )
 from storage.arrow import is_list, is_text
+from storage.keys import expand_keys, map_names
 
 
 class MadeColumn(NamedTuple):
@@ -73,7 +74,9 @@ class Graph:
             missing = [name for name in group.columns if name not in known and NAME.fullmatch(name)]
             self.absent |= dict.fromkeys(missing)
             known += missing
-        return resolve(group.columns, known, where)
+        maps = map_names(self.table)
+        columns = [name for pattern in group.columns for name in expand_keys(pattern, known, maps)]
+        return resolve(columns, known, where)
 
     def _add_sparse(self, group: SparseGroup, column: str) -> None:
         name, limit = self._bind(group, column, "sparse")

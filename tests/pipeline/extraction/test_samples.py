@@ -269,7 +269,7 @@ def test_kinds_that_are_refused(ingest: Any, put: Any, warehouse: Warehouse, val
     with pytest.raises(DataError) as error:
         ingest(FIXED)
     assert str(error.value) == (
-        f"column 'nested': expected numbers, text, dates or lists of them, got type {kind}. "
+        f"column 'nested': expected numbers, text, dates, lists of them or maps of them by a whole number, got type {kind}. "
         "Split it into separate columns."
     )
     assert not warehouse.has_table("events")

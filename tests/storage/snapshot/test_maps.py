@@ -1,0 +1,131 @@
+"""Keys of maps are columns: read as a per-row lookup reads them, from any mixture of files."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage.config import WarehouseConfig
+from storage.errors import StorageError
+from storage.keys import expand_keys
+from storage.snapshot.maps import MapEntries
+from storage.warehouse import Warehouse
+
+DAY1 = datetime.date(2024, 1, 1)
+KEYS = st.integers(0, 6)
+VALUES: dict[str, tuple[pa.DataType, Any]] = {
+    "number": (pa.float32(), st.none() | st.integers(-9, 9).map(float)),
+    "list": (pa.large_list(pa.int64()), st.none() | st.lists(st.none() | st.integers(-(2**60), 2**60), max_size=3)),
+    "scored": (
+        pa.map_(pa.int64(), pa.float32()),
+        st.dictionaries(st.integers(0, 99), st.integers(0, 9).map(float), max_size=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@given(data=st.data())
+def test_a_key_is_read_as_by_a_lookup_in_each_row(kind: str, data: st.DataObject) -> None:
+    made, values = VALUES[kind]
+    rows = data.draw(st.lists(st.none() | st.dictionaries(KEYS, values, max_size=4), max_size=12))
+    first = data.draw(st.integers(0, len(rows)))
+    table = pa.array([None if row is None else list(row.items()) for row in rows], pa.map_(pa.int32(), made))
+    index = MapEntries(table.slice(first))
+    for key in range(8):
+        found = [None if row is None else row.get(key) for row in rows[first:]]
+        if kind != "scored":
+            assert index.column(key, False).to_pylist() == found
+            continue
+        assert index.column(key, False).to_pylist() == [None if one is None else list(one) for one in found]
+        assert index.column(key, True).to_pylist() == [None if one is None else list(one.values()) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("ids[42]", ["ids_42"]),
+        ("ids[8..10]", ["ids_8", "ids_9", "ids_10"]),
+        ("ids[3, 5..6]", ["ids_3", "ids_5", "ids_6"]),
+        ("flat[7]", ["flat_7"]),
+        ("int_[12]", ["int_[12]"]),
+        ("ids_*", ["ids_*"]),
+    ],
+)
+def test_spellings_of_keys(pattern: str, names: list[str]) -> None:
+    assert expand_keys(pattern, ["flat_7", "int_1"], ["ids"]) == names
+
+
+@pytest.mark.parametrize("pattern", ["ids[5..3]", "ids[0..10000]"])
+def test_spellings_that_are_refused(pattern: str) -> None:
+    with pytest.raises(StorageError, match="expected 1 to 10000 ascending keys"):
+        expand_keys(pattern, [], ["ids"])
+
+
+@pytest.fixture
+def warehouse(tmp_path: Path) -> Warehouse:
+    return Warehouse(WarehouseConfig(row_group_rows=7, file_rows=20), tmp_path)
+
+
+def rows_of_maps(count: int = 50) -> list[dict[str, Any]]:
+    random = np.random.default_rng(5)
+    return [
+        {
+            "day": DAY1,
+            "id": i,
+            "dense": {int(key): float(key * i) for key in random.choice(9, random.integers(0, 5), replace=False)},
+            "ids": {int(key): list(range(i, i + int(key) % 4)) for key in random.choice(9, 3, replace=False)},
+            "scored": {int(key): {i: 0.5, i + 1: 2.0} for key in random.choice(9, 2, replace=False)},
+        }
+        for i in range(count)
+    ]
+
+
+SCHEMA = pa.schema(
+    {
+        "day": pa.date32(), "id": pa.int64(), "dense": pa.map_(pa.int32(), pa.float32()),
+        "ids": pa.map_(pa.int32(), pa.list_(pa.int64())),
+        "scored": pa.map_(pa.int32(), pa.map_(pa.int64(), pa.float32())),
+    }
+)  # fmt: skip
+
+
+def write(warehouse: Warehouse) -> list[dict[str, Any]]:
+    rows = rows_of_maps()
+    shaped = [
+        {name: list(value.items()) if isinstance(value, dict) else value for name, value in row.items()} for row in rows
+    ]
+    for row in shaped:
+        row["scored"] = [(key, list(value.items())) for key, value in row["scored"]]
+    table = pa.Table.from_pylist(shaped, SCHEMA)
+    warehouse.replace_days("t", {DAY1: "i"}, table.schema, table.to_batches(), len(rows))
+    return rows
+
+
+def test_keys_are_columns_of_the_table(warehouse: Warehouse) -> None:
+    rows = write(warehouse)
+    now = warehouse.current("t")
+    wanted = ["dense[0..8]", "ids_3", "scored_4", "scored_4_scores", "nothing_3", "id"]
+    names = [name for name in warehouse.schema(now, wanted).names if name not in SCHEMA.names]
+    assert names == [*(f"dense_{key}" for key in range(9)), "ids_3", "scored_4", "scored_4_scores"]
+    reader = warehouse.reader(now, [*names, "id"])
+    found = [row for part in reader.fragments() for row in reader.read(part).to_pylist()]
+    assert found == [
+        {f"dense_{key}": row["dense"].get(key) for key in range(9)}
+        | {"ids_3": row["ids"].get(3)}
+        | {"scored_4": list(row["scored"][4]) if 4 in row["scored"] else None}
+        | {"scored_4_scores": list(row["scored"][4].values()) if 4 in row["scored"] else None}
+        | {"id": row["id"]}
+        for row in rows
+    ]
+
+
+def test_a_name_that_is_no_key_of_a_map_is_refused(warehouse: Warehouse) -> None:
+    write(warehouse)
+    for name in ("dense_x", "dense_3_scores", "id_3", "other_3"):
+        with pytest.raises(StorageError, match=f"column '{name}': expected a column of table 't'"):
+            warehouse.reader(warehouse.current("t"), [name])
