@@ -13,6 +13,8 @@ from storage.objects import ObjectFile, find_objects, is_address
 
 CSV = re.compile(r"\.csv(\.\w+)?$", re.IGNORECASE)
 """Matches names of CSV files, including compressed ones."""
+JSON = re.compile(r"\.(json|jsonl|ndjson)(\.\w+)?$", re.IGNORECASE)
+"""Matches names of files of JSON lines, including compressed ones."""
 Stamp = tuple[str, int, int]
 """Name, size and modification time of a file."""
 SourceFile = Path | ObjectFile

@@ -16,7 +16,7 @@ WEIGHT = "sample_weight"
 
 TABLE_KEYS = ("table", "branch", "day_zone")
 """Keys of a source that is read as it is."""
-Format = Literal["auto", "parquet", "csv", "criteo"]
+Format = Literal["auto", "parquet", "csv", "json", "criteo"]
 Verdict = Literal["fail", "quarantine", "warn", "off"]
 """fail: the ingest stops. quarantine: the day is held back in its own table. warn: a line in the log."""
 Rule = Literal[
@@ -128,7 +128,7 @@ class SideTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """A side table. Its columns are added to every row with the same key."""
 
     path: str
-    """Parquet or CSV file, or a glob."""
+    """Parquet, CSV or JSON lines file, or a glob."""
     on: Names
     """Key columns, in the rows and in the side table; unique in the side table."""
     refresh: Literal["new_days", "past_days"] = "new_days"
@@ -149,7 +149,8 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     branch: str | None = None
     """Branch or tag of `table`. None: its main branch."""
     format: Format = "auto"
-    """auto: CSV by the file name, else Parquet. criteo: tab-separated, no header, gz too."""
+    """auto: CSV or JSON lines by the file name, else Parquet. json: one object a line. criteo: tab-separated, no
+    header. Text may be compressed with gzip."""
     day_column: str | None = None
     """Column that gives the day (date, timestamp or ISO text)."""
     date_format: Names | None = None

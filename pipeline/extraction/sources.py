@@ -1,4 +1,4 @@
-"""Parquet, CSV, Criteo TSV and side tables as uniform DuckDB views."""
+"""Parquet, CSV, JSON lines, Criteo TSV and side tables as uniform DuckDB views."""
 
 import contextlib
 import re
@@ -10,10 +10,10 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.files import CSV, SourceFile, address_of
+from pipeline.data.files import CSV, JSON, SourceFile, address_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import Format, SideTable
-from pipeline.extraction.text import FILE, convert_iso, parse_times, read_csv
+from pipeline.extraction.text import FILE, convert_iso, parse_times, read_csv, read_json
 from storage.objects import open_file, store_failure
 from storage.query import column_types, quote
 
@@ -23,6 +23,9 @@ CRITEO_COLUMNS = {
     **{f"cat_{i}": "VARCHAR" for i in range(1, 27)},
 }
 """Columns of the headerless Criteo files: label, 13 counts, 26 hexadecimal categories."""
+
+NAMED: Mapping[Format, re.Pattern[str]] = {"csv": CSV, "json": JSON}
+"""Format -> names of its files."""
 
 ROW = "file_row_number"
 """Column added before joins, which lose the order of rows. FILE and ROW restore it."""
@@ -58,7 +61,8 @@ def create_view(
     """
     names = [as_pattern(path) for path in files]
     if form == "auto":
-        form = "csv" if any(CSV.search(path.name) for path in files) else "parquet"
+        named = [form for form, pattern in NAMED.items() if any(pattern.search(path.name) for path in files)]
+        form = named[0] if named else "parquet"
     try:
         old = {new: given for given, new in rename.items()}
         as_text = [old.get(time, time) for time in times] if formats else ()
@@ -96,14 +100,14 @@ def first_line(error: Exception) -> str:
     lines = str(error).split("\n")
     file = next((line.partition(" = ")[2] for line in lines if line.startswith("  file = ")), None)
     if "CSV Error" not in lines[0] or file is None:
-        return lines[0].rstrip(".")
+        return lines[0].rstrip(". ")
     reason = next((line for line in lines[1:] if line and not line.startswith("Original Line")), "")
     return f"{lines[0]} of '{Path(file).name}', {reason.rstrip('.')}"
 
 
 def find_invalid_utf8(files: Sequence[SourceFile], properties: Mapping[str, str]) -> tuple[SourceFile, str] | None:
     """Returns the first Parquet file with text that is not UTF-8, and its column. None: all text is valid."""
-    for path in (path for path in files if not CSV.search(path.name)):
+    for path in (path for path in files if not any(pattern.search(path.name) for pattern in NAMED.values())):
         with (
             contextlib.suppress(pa.ArrowInvalid, OSError),
             open_file(address_of(path), properties) as opened,
@@ -139,6 +143,8 @@ def _relation(
             escapechar="",
             auto_detect=False,
         )
+    elif form == "json":
+        rows = convert_iso(read_json(connection, names), as_text)
     else:
         rows = convert_iso(read_csv(connection, names, as_text), as_text)
     return rows.select(f"*, row_number() OVER () AS {ROW}") if numbered else rows

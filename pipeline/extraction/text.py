@@ -1,4 +1,4 @@
-"""Reads CSV files, and dates and times in text. DuckDB would guess their format file by file."""
+"""Reads CSV files, JSON lines, and dates and times in text. DuckDB would guess their format file by file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +15,10 @@ FILE = "filename"
 _CSV_KINDS = ["BOOLEAN", "BIGINT", "HUGEINT", "DOUBLE", "VARCHAR"]
 """Types that DuckDB may find in CSV files. No dates or times: it would guess and change their format."""
 _TIME = r"[ T]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
+_JSON_TEXT = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE", "UUID", "JSON")
+"""Types that DuckDB may guess in JSON lines, and whose values are text or of several types."""
+MOST_LINE_BYTES = 64 * 1024 * 1024
+"""Longest line of JSON."""
 TESTS_AT_ONCE = 150
 """DuckDB's memory for a query grows with the square of its tests."""
 ISO_DATE = r"\d{4}-\d{2}-\d{2}"
@@ -56,6 +60,24 @@ def read_csv(
         skiprows=skipped,
         header=header,
     )
+
+
+def read_json(connection: duckdb.DuckDBPyConnection, names: list[str]) -> duckdb.DuckDBPyRelation:
+    """Reads files of JSON lines: one object a line. A column's type fits all its values in all files.
+
+    Dates and times stay text. A column without any value is left out.
+    """
+    listed = "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
+    reads = f"read_json({listed}, format='newline_delimited', filename=true, maximum_object_size={MOST_LINE_BYTES}"
+    found = connection.sql(f"SELECT * FROM {reads}, union_by_name=true, sample_size=-1, map_inference_threshold=-1)")
+    kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True) if name != FILE}
+    kinds = {name: "VARCHAR" if kind in _JSON_TEXT else kind for name, kind in kinds.items()}
+    columns = ", ".join(f"'{name.replace(chr(39), chr(39) * 2)}': '{kind}'" for name, kind in kinds.items())
+    rows = connection.sql(f"SELECT * FROM {reads}, columns={{{columns}}})")
+    doubtful = [name for name, kind in zip(found.columns, found.types, strict=True) if f"{kind}" == "JSON"]
+    counts = rows.aggregate(", ".join(f"count({quote(name)})" for name in doubtful)).fetchall()[0] if doubtful else ()
+    empty = [quote(name) for name, count in zip(doubtful, counts, strict=True) if not count]
+    return rows.select(f"* EXCLUDE ({', '.join(empty)})") if empty else rows
 
 
 def convert_iso(rows: duckdb.DuckDBPyRelation, other: Sequence[str]) -> duckdb.DuckDBPyRelation:

@@ -3,6 +3,7 @@
 import datetime
 import decimal
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,19 @@ FRAME = pd.DataFrame(
 
 
 def save(frame: pd.DataFrame, path: Path) -> None:
-    frame.to_parquet(path, index=False) if path.suffix == ".parquet" else frame.to_csv(path, index=False)
+    if path.suffix == ".parquet":
+        frame.to_parquet(path, index=False)
+    elif "json" in path.name:
+        frame.to_json(path, orient="records", lines=True)
+    else:
+        frame.to_csv(path, index=False)
 
 
 # Formats
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "A.CSV.gz"])
-def test_parquet_and_csv_give_the_same_rows(tmp_path: Path, ingest: Any, stored: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "A.CSV.gz", "a.json", "a.jsonl.gz", "it's.ndjson"])
+def test_parquet_csv_and_json_give_the_same_rows(tmp_path: Path, ingest: Any, stored: Any, name: str) -> None:
     save(FRAME, tmp_path / name.replace("A.CSV.gz", "A.csv.gz"))
     if name == "A.CSV.gz":
         (tmp_path / "A.csv.gz").rename(tmp_path / name)
@@ -38,6 +44,45 @@ def test_parquet_and_csv_give_the_same_rows(tmp_path: Path, ingest: Any, stored:
     expected = FRAME.assign(day=DAY)
     got = stored()[list(expected.columns)].astype({"label": "int64"})
     pd.testing.assert_frame_equal(got, expected, check_dtype=False)
+
+
+def test_json_lines_have_the_values_that_json_reads(tmp_path: Path, ingest: Any, stored: Any) -> None:
+    """Types fit all lines of all files: numbers that come late, text that looks like dates, lists, columns of nulls."""
+    lines = [
+        {
+            "user": 1,
+            "tags": [5, None, 7],
+            "when": "2024-01-01 10:00:00",
+            "mixed": 1,
+            "word": "2024-01-01",
+            "none": None,
+        },
+        {"user": None, "tags": [], "when": None, "mixed": "x", "word": 'a"b, c', "none": None},
+        {"user": 2**60, "tags": None, "when": "2024-01-01 23:59:59", "mixed": None, "price": 0.25, "it's": 1},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line | {"label": 1}) + "\n" for line in lines[:2]))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line | {"label": 0}) + "\n" for line in lines[2:]))
+    ingest({"path": "*.jsonl", "day": "2024-01-01", "rename": {"it's": "its"}})
+    frame = stored()
+    assert "none" not in frame.columns
+    assert [None if pd.isna(value) else int(value) for value in frame["user"].astype("Int64")] == [1, None, 2**60]
+    assert [None if value is None else [None if pd.isna(one) else int(one) for one in value] for value in frame["tags"]] == [
+        [5, None, 7], [], None,
+    ]  # fmt: skip
+    assert [None if pd.isna(value) else str(value) for value in frame["when"]] == [
+        "2024-01-01 10:00:00", None, "2024-01-01 23:59:59",
+    ]  # fmt: skip
+    assert frame["mixed"].tolist()[:2] == ["1", "x"]
+    assert frame["word"].tolist()[:2] == ["2024-01-01", 'a"b, c']
+    assert frame[["mixed", "word"]].isna().iloc[2].all()
+    assert [None if pd.isna(value) else value for value in frame["price"]] == [None, None, 0.25]
+    assert [None if pd.isna(value) else value for value in frame["its"]] == [None, None, 1]
+
+
+def test_a_broken_line_of_json_is_named(tmp_path: Path, ingest: Any) -> None:
+    (tmp_path / "a.jsonl").write_text('{"user": 1, "label": 1}\n{"user": 2, "lab\n')
+    with pytest.raises(DataError, match=r"format 'json', got .*Malformed JSON in file .*a\.jsonl.*[a-z]\. Set source"):
+        ingest({"path": "a.jsonl", "day": "2024-01-01"})
 
 
 def test_a_folder_named_like_a_csv_is_not_one(tmp_path: Path, ingest: Any, stored: Any) -> None:
