@@ -130,7 +130,7 @@ class _Plan:
     """The requested days as the table has them. Only due days have statistics."""
     refill: Refill
     elsewhere: int
-    """Days of the table that the source does not have."""
+    """Days of the table that the source does not have. Not counted if only some days are asked for."""
 
 
 def extract(
@@ -155,6 +155,8 @@ def extract(
         EmptyDatasetError: If there are no rows, a day in `only` has none, or there is no table because no day may be
             written.
     """
+    only = frozenset(only)
+    context = replace(context, only=only)
     with open_source_rows(context, report, bool(config.order_by)) as rows:
         ingest = _Ingest(context, config, force, report, warn, rows, order_clause(rows, config.order_by))
         plan = _plan_days(ingest, only)
@@ -209,7 +211,7 @@ def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
         theirs=theirs.keys(),
         held_back=held_back,
         held_identities=held_identities,
-        elsewhere=len(stored.keys() - {day.day for day in days}),
+        elsewhere=0 if context.only else len(stored.keys() - {day.day for day in days}),
     )
 
 

@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.files import SourceFile, find_files
+from pipeline.data.files import SourceFile, address_of, find_files
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
 from pipeline.extraction.config import LabelColumns, SourceConfig
@@ -49,6 +50,8 @@ class SourceContext:
     """Folder that relative paths start from."""
     logs: Path
     """Folder that the generator writes its logs into."""
+    only: frozenset[datetime.date] = frozenset()
+    """Days that are asked for. Empty: all. Files whose path names another day are then not opened."""
 
     @property
     def outcome_columns(self) -> list[str]:
@@ -217,6 +220,8 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile
         assert source.path is not None
         files = context.find(source.path, "source.path")
         logged = source.outcomes.path if source.outcomes else None
+        if logged is None:  # the first row of a repeated impression may lie in another day's file
+            files = _of_days(files, source.day_column, context.only)
         return files, context.find(logged, "source.outcomes.path") if logged else []
     content = [source.generator.model_dump(mode="json"), source.outcomes.window_seconds]
     folder = context.logs / f"{context.table}-{fingerprint(content)[:12]}"
@@ -231,6 +236,18 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile
         write_logs(source.generator, folder, source.outcomes.window_seconds, on_rows)
         (folder / "complete").touch()
     return sorted((folder / "features").glob("*.parquet")), sorted((folder / "outcomes").glob("*.parquet"))
+
+
+def _of_days(files: list[SourceFile], column: str | None, only: frozenset[datetime.date]) -> list[SourceFile]:
+    """Leaves out files in folders of other days, such as `day=2025-01-31`. Keeps all if none would be left."""
+    part = re.compile(rf"(?:^|/){re.escape(column or '')}=(\d{{4}}-\d{{2}}-\d{{2}})/")
+
+    def may_have(file: SourceFile) -> bool:
+        found = part.findall(address_of(file))
+        return not found or found[-1] in {f"{day}" for day in only}
+
+    kept = [file for file in files if may_have(file)] if column is not None and only else []
+    return kept or files
 
 
 def fingerprint(value: object) -> str:

@@ -66,7 +66,11 @@ def create_view(
     try:
         old = {new: given for given, new in rename.items()}
         as_text = [old.get(time, time) for time in times] if formats else ()
-        rows = _rename(_relation(connection, names, form, numbered, as_text), rename, where)
+        relation = _relation(connection, names, form, numbered, as_text)
+        missing = {old.get(time, time) for time in times} - {*relation.columns}
+        if missing & _folder_keys(files):
+            relation = _relation(connection, names, form, numbered, as_text, folders=True)
+        rows = _rename(relation, rename, where)
         parsed = [
             time for time, kind in zip(rows.columns, rows.types, strict=True) if time in times and kind == "VARCHAR"
         ]
@@ -127,11 +131,28 @@ def as_pattern(path: SourceFile) -> str:
     return re.sub(r"([\[*?])", r"[\1]", address_of(path))
 
 
+def _folder_keys(files: Sequence[SourceFile]) -> set[str]:
+    """Returns the keys of folders such as `day=2025-01-31` that all files are in."""
+    return set.intersection(*({*re.findall(r"(?:^|/)([^/=]+)=[^/]*(?=/)", address_of(file))} for file in files))
+
+
 def _relation(
-    connection: duckdb.DuckDBPyConnection, names: list[str], form: Format, numbered: bool, as_text: Sequence[str]
+    connection: duckdb.DuckDBPyConnection,
+    names: list[str],
+    form: Format,
+    numbered: bool,
+    as_text: Sequence[str],
+    folders: bool = False,
 ) -> duckdb.DuckDBPyRelation:
+    """Returns the rows of all files.
+
+    Args:
+        folders: Whether folders such as `day=2025-01-31` are columns.
+    """
     if form == "parquet":
-        return connection.read_parquet(names, filename=True, union_by_name=True, file_row_number=numbered)
+        return connection.read_parquet(
+            names, filename=True, union_by_name=True, file_row_number=numbered, hive_partitioning=folders
+        )
     if form == "criteo":
         rows = connection.read_csv(
             names,  # type: ignore[arg-type]
@@ -142,11 +163,12 @@ def _relation(
             quotechar="",
             escapechar="",
             auto_detect=False,
+            hive_partitioning=folders,
         )
     elif form == "json":
-        rows = convert_iso(read_json(connection, names), as_text)
+        rows = convert_iso(read_json(connection, names, folders), as_text)
     else:
-        rows = convert_iso(read_csv(connection, names, as_text), as_text)
+        rows = convert_iso(read_csv(connection, names, as_text, folders), as_text)
     return rows.select(f"*, row_number() OVER () AS {ROW}") if numbered else rows
 
 

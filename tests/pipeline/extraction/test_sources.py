@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.sources import CRITEO_COLUMNS, create_view
 from storage.query import column_types, connect
 
@@ -83,6 +83,29 @@ def test_a_broken_line_of_json_is_named(tmp_path: Path, ingest: Any) -> None:
     (tmp_path / "a.jsonl").write_text('{"user": 1, "label": 1}\n{"user": 2, "lab\n')
     with pytest.raises(DataError, match=r"format 'json', got .*Malformed JSON in file .*a\.jsonl.*[a-z]\. Set source"):
         ingest({"path": "a.jsonl", "day": "2024-01-01"})
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.json"])
+def test_one_day_of_a_partitioned_log_opens_no_other_file(tmp_path: Path, ingest: Any, stored: Any, name: str) -> None:
+    days = [datetime.date(2024, 1, day) for day in (1, 2, 3)]
+    for i, day in enumerate(days):
+        (tmp_path / "log" / f"day={day}").mkdir(parents=True)
+        save(FRAME.assign(user=FRAME["user"] + 10 * i), tmp_path / "log" / f"day={day}" / name)
+    whole = (tmp_path / "log" / "day=2024-01-01" / name).read_bytes()
+    (tmp_path / "log" / "day=2024-01-01" / name).write_bytes(b"\x00 no rows")
+    source = {"path": f"log/day=*/{name}", "day_column": "day"}
+    first = ingest(source, only=[days[1]])
+    assert (first.days_written, first.rows, first.days_elsewhere) == ((days[1],), 4, 0)
+    assert stored()["user"].tolist() == [13, 11, 12, 11]
+    with pytest.raises((DataError, ConfigError)):
+        ingest(source)
+    (tmp_path / "log" / "day=2024-01-01" / name).write_bytes(whole)
+    again = ingest(source)
+    assert (again.days_skipped, again.days_written) == ((days[1],), (days[0], days[2]))
+    with pytest.raises(
+        EmptyDatasetError, match="day 2024-01-09: expected a day of the source, 2024-01-01 to 2024-01-03"
+    ):
+        ingest(source, only=[datetime.date(2024, 1, 9)])
 
 
 def test_a_folder_named_like_a_csv_is_not_one(tmp_path: Path, ingest: Any, stored: Any) -> None:
