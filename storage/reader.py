@@ -65,6 +65,7 @@ class SnapshotReader:
         columns: Sequence[str],
         row_filter: BooleanExpression | None,
         schema: Schema | None = None,
+        cache: ReadCache | None = None,
     ) -> None:
         self.table, self.reference, self.row_filter = table, reference, row_filter
         self.schema = add_keys(schema or schema_at(table, reference), columns)
@@ -92,7 +93,7 @@ class SnapshotReader:
                 )  # fmt: skip
         self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
         self._gap_bytes = Layout.gap_of(table.properties)
-        self._cache = ReadCache()
+        self._cache = cache or ReadCache()
         self._left_out = LeftOut(table, rule_of(table, reference), self._cache)
         self._stored = StoredColumns(table, reference.table)
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
@@ -165,11 +166,7 @@ class SnapshotReader:
         first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
         gone = self._left_out.positions(fragment.of_file)
         names = {name: stored[i] for name, i in self._ids.items() if i in stored}
-        maps = {
-            key.field: stored[key.field]
-            for name, key in self._keys.items()
-            if name not in names and key.field in stored
-        }
+        maps = {key.field: stored[key.field] for key in self._keys.values() if key.field in stored}
         wanted_columns = list(dict.fromkeys([*names.values(), *maps.values()]))
         group, is_local = file.metadata.row_group(fragment.row_group), local_path(fragment.path) is not None
         with self._reading(fragment.path):
@@ -202,8 +199,9 @@ class SnapshotReader:
     ) -> pa.RecordBatch:
         """Filters a part and gives it the table's names and types.
 
-        A column missing from the file is read from its map, if the file has that. Otherwise it gets its default value,
-        which is mostly null. `day` gets the partition's value.
+        A value missing from the file is read from its map, if the file has that: another engine that rewrites a file
+        stores nulls beside the map. A column missing from both gets its default value, which is mostly null. `day` gets
+        the day of the rows.
 
         Args:
             names: Column -> its name in the file.
@@ -212,12 +210,12 @@ class SnapshotReader:
         indexes = {number: MapEntries(part.column(name)) for number, name in maps.items()}
 
         def column(name: str, kind: pa.DataType) -> pa.Array:
-            if name in names:
-                return _cast(part.column(names[name]), kind, name, fragment)
+            own = _cast(part.column(names[name]), kind, name, fragment) if name in names else None
             key = self._keys.get(name)
-            if key is not None and key.field in indexes:
-                return _cast(indexes[key.field].column(key.key, key.scores), kind, name, fragment)
-            return _fill(fragment.day if name == DAY else self._defaults[name], kind, len(part))
+            if key is not None and key.field in indexes and (own is None or own.null_count):
+                entries = _cast(indexes[key.field].column(key.key, key.scores), kind, name, fragment)
+                own = entries if own is None else _coalesce(own, entries)
+            return _fill(fragment.day if name == DAY else self._defaults[name], kind, len(part)) if own is None else own
 
         arrays = [column(name, kind) for name, kind in self._types.items()]
         return keep_rows(pa.RecordBatch.from_arrays(arrays, list(self._types)), self._keep, self.columns)
@@ -315,6 +313,13 @@ def _cast(array: pa.Array, kind: pa.DataType, name: str, fragment: Fragment) -> 
             f"{error}".split("\n")[0].rstrip("."),
             "Rewrite the file with the engine that wrote it, or ingest its day with force=true.",
         ) from error  # fmt: skip
+
+
+def _coalesce(first: pa.Array, second: pa.Array) -> pa.Array:
+    """Returns the first values, and the second ones where these are null. Arrow's own function knows no lists."""
+    places = np.arange(len(first))
+    missing = first.is_null().to_numpy(zero_copy_only=False)
+    return pa.concat_arrays([first, second]).take(pa.array(np.where(missing, places + len(first), places)))
 
 
 def _fill(value: Any, kind: pa.DataType, rows: int) -> pa.Array:

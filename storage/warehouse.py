@@ -18,6 +18,7 @@ from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
+from pyiceberg.table.update import SetPropertiesUpdate
 from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
 from pyiceberg.utils.config import Config
 
@@ -70,6 +71,23 @@ class ReplacedDays(_OverwriteFiles):
         """
         build = super()._build_manifest_evaluator
         return lambda manifest: build(spec_id)(manifest)
+
+    records: Mapping[str, Mapping[datetime.date, Any]] = MappingProxyType({})
+    """What the commit records about days, in the snapshot's summary and in the table's properties."""
+
+    def _commit(self) -> Any:
+        """Adds the records. pyiceberg calls it again, on the table's newest state, if another writer came first."""
+        transaction = self._transaction
+        transaction._updates = tuple(
+            one
+            for one in transaction._updates
+            if not isinstance(one, SetPropertiesUpdate) or CONTENTS not in one.updates
+        )
+        self.snapshot_properties = to_summary(self.records)
+        number = transaction.table_metadata.next_sequence_number()
+        updates, requirements = super()._commit()
+        properties = add_to_properties(transaction._table, self.records, number)
+        return (*updates, SetPropertiesUpdate(updates=properties)), requirements
 
     def _existing_manifests(self) -> list[ManifestFile]:
         return [one for one in super()._existing_manifests() if one.has_added_files() or one.has_existing_files()]
@@ -247,11 +265,8 @@ class Warehouse:
                 overwrite.append_data_file(file)
                 paths[day_of(file)].append(file.file_path)
             contents = {day: [as_now := hash_paths(paths[day]), same.get(day, as_now)] for day in paths}
-            records = {IDENTITIES: written, NOTES: notes, CONTENTS: contents}
-            overwrite.snapshot_properties = to_summary(records)
+            overwrite.records = {IDENTITIES: written, NOTES: notes, CONTENTS: contents}
             overwrite.commit()
-            number = table.metadata.next_sequence_number()
-            transaction.set_properties(add_to_properties(table, records, number))
         return SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
 
     @contextmanager
@@ -568,7 +583,7 @@ class Warehouse:
         Raises:
             StorageError: If the table does not have a column or the filter does not match its columns.
         """
-        return SnapshotReader(self.table(reference.table), reference, columns, row_filter)
+        return SnapshotReader(self.table(reference.table), reference, columns, row_filter, cache=self._cache)
 
 
 def _reference(table: Table) -> SnapshotRef:
@@ -600,12 +615,14 @@ def _name_of(files: Iterable[DayFile]) -> str:
 
 
 def _paths_of(found: DayFile) -> list[str]:
-    """Returns the names of a data file and of the files that delete its rows."""
-    return [found.rows.path, *found.rows.deletes, *(one.path for one in found.rows.values)]
+    """Returns what decides the rows of a data file: its name, those of the files that delete its rows, and the rule
+    of their day."""
+    rule = [found.rows.rule] if found.rows.rule else []
+    return [found.rows.path, *found.rows.deletes, *(one.path for one in found.rows.values), *rule]
 
 
 def _refuse_mixed(found: DayFile) -> None:
-    if found.rows.mixed:
+    if found.rows.rule:
         raise StorageError(
             f"file '{found.rows.path}'", "one day's rows, in a partition of that `day`", "rows of several days",
             "Days of this table are read, but not replaced. Write to a table of another name.",

@@ -79,7 +79,7 @@ class DataFileWriter:
         whole = pa.table([_column(rows, field, given) for field in fields], schema=fields)
         if whole[DAY].null_count:
             raise StorageError("column 'day'", "a day in each row", "rows without one", "Give the source's rows a day.")
-        for field in self.arrow:
+        for field in fields:
             if not field.nullable and whole[field.name].null_count:
                 raise StorageError(
                     f"column '{field.name}'", "a value in each row, as the table requires (NOT NULL)",

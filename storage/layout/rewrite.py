@@ -2,7 +2,7 @@
 
 import datetime
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import duckdb
@@ -71,7 +71,12 @@ def days_to_compact(warehouse: Warehouse, reference: SnapshotRef) -> list[dateti
 
 
 def rewrite_day(
-    warehouse: Warehouse, name: str, day: datetime.date, temporary: Path, columns: Sequence[str] | None = None
+    warehouse: Warehouse,
+    name: str,
+    day: datetime.date,
+    temporary: Path,
+    columns: Sequence[str] | None = None,
+    check: Callable[[SnapshotRef, datetime.date], None] = lambda reference, day: None,
 ) -> RewriteResult:
     """Rewrites a day in the table's layout, in one commit. The day keeps its identity.
 
@@ -80,11 +85,13 @@ def rewrite_day(
 
     Args:
         columns: Columns to write. None: all of the table.
+        check: Called before the day is read. If it raises, nothing changes.
     Raises:
         ConflictError: If another writer changed the day in the meantime.
         StorageError: If the rows written differ from the rows read.
     """
     table, reference = warehouse.writable(name), warehouse.current(name)
+    check(reference, day)
     names = table.schema().as_arrow().names if columns is None else columns
     reader = SnapshotReader(table, reference, names, None, table.schema())
     before, rows = warehouse.day_files(reference)[day], warehouse.count_rows(reference, [day])

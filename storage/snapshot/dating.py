@@ -16,7 +16,7 @@ from pyiceberg.io.pyarrow import schema_to_pyarrow
 from pyiceberg.manifest import DataFile
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
-from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform
+from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform, VoidTransform
 from pyiceberg.types import (
     DateType,
     IcebergType,
@@ -64,6 +64,8 @@ class DayRule:
         self._arrow = schema_to_pyarrow(Schema(field)).field(0).type
         self._formats = FORMATS if config is None or not config.date_format else config.date_format
         self._zone = ZoneInfo("UTC" if config is None else config.day_zone)
+        self.signature = f"{self.id} {self._zone.key} {' '.join(self._formats)}"
+        """What decides the day of a row, in a text."""
         self._day_of_value = lru_cache(4_096)(self._parse_value)
 
     @property
@@ -86,7 +88,7 @@ class DayRule:
         """
         for place, field in enumerate(spec.fields):
             value: Any = file.partition[place]
-            if field.source_id != self.id:
+            if field.source_id != self.id or isinstance(field.transform, VoidTransform):
                 continue
             if value is None:
                 self._refuse_null(file.file_path, file.record_count)
@@ -125,9 +127,27 @@ class DayRule:
         """
         if values.null_count:
             self._refuse_null(path, values.null_count)
-        days = self._to_days(values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values)
-        found: DayNumbers = days.cast(pa.int32()).to_numpy(zero_copy_only=False)
-        return found
+        values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+        try:
+            days: DayNumbers = self._to_days(values).cast(pa.int32()).to_numpy(zero_copy_only=False)
+        except (pa.ArrowException, OverflowError) as error:
+            raise self._no_day(str(error).split("\n")[0].rstrip(".")) from error
+        for day in (days.min(initial=0), days.max(initial=0)):
+            self.date_of(int(day))
+        return days
+
+    def date_of(self, number: int) -> datetime.date:
+        """Returns a day by its number since 1970-01-01. Raises StorageError if Python's calendar lacks it."""
+        try:
+            return EPOCH + datetime.timedelta(days=number)
+        except OverflowError:
+            raise self._no_day(f"day {number} after 1970-01-01") from None
+
+    def _no_day(self, found: str) -> StorageError:
+        return StorageError(
+            f"column '{self.column}' of table '{self.name}'", "days between the years 1 and 9999", found,
+            "Correct the rows with the engine that wrote them.",
+        )  # fmt: skip
 
     def condition(self, days: Collection[datetime.date]) -> BooleanExpression | None:
         """Returns a filter for planning that rows of some days pass, and maybe others. None: all rows pass it."""
@@ -140,29 +160,22 @@ class DayRule:
             ends = (min(days), max(days) + datetime.timedelta(days=1))
             first, end = (datetime.datetime.combine(day, datetime.time(), zone).isoformat() for day in ends)
             return And(GreaterThanOrEqual(self.column, first), LessThan(self.column, end))  # type: ignore[call-arg, arg-type]
-        if any(part in text for text in self._formats for part in ("%H", "%I", "%M", "%S", "%f", "%p", "%z", "%Z")):
-            return None
-        texts = sorted({day.strftime(text) for day in days for text in self._formats})
-        if isinstance(self.kind, StringType):
-            return _is_one_of(self.column, texts)
-        return _is_one_of(self.column, [int(text) for text in texts if text.isdecimal()])
+        return None  # text may be written without leading zeros
 
     def _counts_in_utc(self) -> bool:
         return not isinstance(self.kind, TimestamptzType) or self._zone.key == "UTC"
 
     def _parse_value(self, value: Any) -> datetime.date:
         """Returns the day of a value of the column, as Iceberg's metadata has it."""
-        number = self._to_days(pa.array([value], self._arrow))[0].as_py()
-        assert isinstance(number, datetime.date)
-        return number
+        return self.date_of(int(self.of_values(pa.array([value], self._arrow), "")[0]))
 
     def _to_days(self, values: pa.Array) -> pa.Array:
         if isinstance(self.kind, DateType):
             return values.cast(pa.date32())
         if isinstance(self.kind, TimestamptzType):
-            values = pc.local_timestamp(values.cast(pa.timestamp("us", self._zone.key)))
+            values = pc.local_timestamp(values.cast(pa.timestamp("us", self._zone.key), safe=False))
         if isinstance(self.kind, TimestampType | TimestamptzType):
-            return pc.floor_temporal(values.cast(pa.timestamp("us")), unit="day").cast(pa.date32())
+            return pc.floor_temporal(values.cast(pa.timestamp("us"), safe=False), unit="day").cast(pa.date32())
         distinct = values.cast(pa.large_string()).dictionary_encode()
         days = pa.array([self._parse_text(text) for text in distinct.dictionary.to_pylist()], pa.date32())
         return days.take(distinct.indices)
@@ -170,9 +183,11 @@ class DayRule:
     def _parse_text(self, text: str) -> datetime.date:
         for form in self._formats:
             try:
-                return datetime.datetime.strptime(text, form).date()
+                found = datetime.datetime.strptime(text, form)
             except ValueError:
                 continue
+            if self._formats is not FORMATS or found.strftime(form) == text:  # 202511 is no day
+                return found.date()
         raise StorageError(
             f"column '{self.column}' of table '{self.name}'", f"days of the form {' or '.join(self._formats)}",
             f"'{text}'", "Set source.date_format.",

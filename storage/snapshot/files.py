@@ -17,7 +17,7 @@ from pyiceberg.schema import Schema
 from pyiceberg.table import ManifestGroupPlanner, Table
 from pyiceberg.table.delete_file_index import DeleteFileIndex
 from pyiceberg.table.snapshots import Snapshot
-from pyiceberg.transforms import IdentityTransform
+from pyiceberg.transforms import IdentityTransform, VoidTransform
 from pyiceberg.typedef import Record
 
 from storage.errors import StorageError
@@ -43,7 +43,7 @@ class DayFile(NamedTuple):
     rows: FileRows
     file: DataFile
     constants: frozenset[int]
-    """Ids of fields with one value in the partition, which the file may lack. Without that of the day."""
+    """Ids of fields with one value in the partition, which the file may lack. Without the column `day`."""
 
 
 def snapshot_at(table: Table, reference: SnapshotRef) -> Snapshot:
@@ -126,12 +126,16 @@ def data_files(
         same = {field.source_id for field in one.spec.fields if isinstance(field.transform, IdentityTransform)}
         numbers = read[one.file.file_path] if day is None else [(day - EPOCH).days]
         for number in numbers:
-            of_day = EPOCH + datetime.timedelta(days=number)
+            of_day = rule.date_of(number)
             if days is None or of_day in days:
                 rows = FileRows(
-                    path=one.file.file_path, day=of_day, deletes=one.deletes, values=one.values, mixed=day is None
+                    path=one.file.file_path,
+                    day=of_day,
+                    deletes=one.deletes,
+                    values=one.values,
+                    rule=rule.signature if day is None else "",
                 )
-                yield DayFile(rows, one.file, frozenset(same - {rule.id}))
+                yield DayFile(rows, one.file, frozenset(same - ({rule.id} if rule.stored else set())))
 
 
 def refuse_format(table: Table, file: DataFile) -> None:
@@ -168,7 +172,7 @@ def _plan(table: Table, reference: SnapshotRef, conditions: Iterable[BooleanExpr
 
     Deletes are planned without the conditions: the rows of an equality delete file may have other values elsewhere.
     """
-    snapshot, schema = snapshot_at(table, reference), stored_schema(table, reference)
+    snapshot, schema = snapshot_at(table, reference), schema_at(table, reference)
     chosen: BooleanExpression = AlwaysTrue()
     for condition in conditions:
         if _means_the_same(condition, schema, table.schema()):
@@ -181,7 +185,7 @@ def _plan(table: Table, reference: SnapshotRef, conditions: Iterable[BooleanExpr
         of_kind = [one for one in manifests if one.content == content]
         entries[content] = [entry for found in planner.plan_manifest_entries(of_kind) for entry in found]
     specs, positions, values = table.specs(), DeleteFileIndex(), _DeletesByValue(table)
-    for entry in entries[ManifestContent.DELETES]:
+    for entry in sorted(entries[ManifestContent.DELETES], key=lambda one: one.data_file.file_path):
         if entry.data_file.content == DataFileContent.EQUALITY_DELETES:
             values.add(entry)
         else:
@@ -198,19 +202,29 @@ class _DeletesByValue:
 
     def __init__(self, table: Table) -> None:
         self._table, self._specs = table, table.specs()
+        self._known = {field.field_id for schema in table.schemas().values() for field in schema.fields}
         self._found: dict[tuple[int, Record] | None, list[tuple[int, DeletedValues]]] = defaultdict(list)
 
     def add(self, entry: ManifestEntry) -> None:
         file = entry.data_file
         refuse_format(self._table, file)
-        listed = DeletedValues(path=file.file_path, fields=tuple(sorted(file.equality_ids or ())))
-        key = (file.spec_id, file.partition) if self._specs[file.spec_id].fields else None
-        self._found[key].append((entry.sequence_number or 0, listed))
+        fields = tuple(sorted(file.equality_ids or ()))
+        if not fields or not self._known.issuperset(fields):
+            raise StorageError(
+                f"file '{file.file_path}', which deletes rows by value", "whole columns of the table to compare",
+                f"fields {', '.join(map(str, fields)) or 'none'}",
+                "Apply it with the engine that wrote it, in Spark with "
+                f"{rewrite_call(self._table, 'delete-file-threshold', '1')}.",
+            )  # fmt: skip
+        listed = DeletedValues(path=file.file_path, fields=fields)
+        parts = self._specs[file.spec_id].fields
+        apart = any(not isinstance(field.transform, VoidTransform) for field in parts)
+        self._found[(file.spec_id, file.partition) if apart else None].append((entry.sequence_number or 0, listed))
 
     def of(self, entry: ManifestEntry) -> tuple[DeletedValues, ...]:
         file, age = entry.data_file, entry.sequence_number or 0
         found = [*self._found.get(None, ()), *self._found.get((file.spec_id, file.partition), ())]
-        return tuple(sorted((one for number, one in found if number > age), key=lambda one: one.path))
+        return tuple(one for number, one in found if number > age)
 
 
 def _means_the_same(row_filter: BooleanExpression, then: Schema, now: Schema) -> bool:

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,8 @@ class FileRows(BaseModel, frozen=True):
     vectors."""
     values: tuple[DeletedValues, ...] = ()
     """Files that delete its rows by value."""
-    mixed: bool = False
-    """Whether the file may have rows of other days."""
+    rule: str = ""
+    """How rows tell their day, if the file may have rows of other days. Empty: all rows are of the day."""
 
 
 class ReadCache:
@@ -41,17 +42,18 @@ class ReadCache:
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[int, Any]] = {}
+        self._bytes = 0
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Returns what was made for a key. Makes it if it is new or forgotten."""
         if (known := self._kept.get(key)) is not None:
             return known[1]
         made = make()
-        self._kept[key] = (_size_of(made), made)
-        total = sum(size for size, _ in list(self._kept.values()))
-        for oldest in list(self._kept)[:-1]:
-            if total > KEPT_BYTES:
-                total -= self._kept.pop(oldest, (0, None))[0]
+        self._kept[key] = (size := _size_of(made), made)
+        self._bytes += size
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            with suppress(StopIteration, KeyError, RuntimeError):  # another thread forgets, too
+                self._bytes -= self._kept.pop(next(iter(self._kept)))[0]
         return made
 
 
@@ -84,7 +86,7 @@ class LeftOut:
             CorruptFileError: If the file, or one that lists deleted rows, is unreadable.
             StorageError: If a row tells no day.
         """
-        return self._cache.get(rows, lambda: self._find(rows)) if rows.mixed or rows.values else self._find(rows)
+        return self._cache.get(rows, lambda: self._find(rows)) if rows.rule or rows.values else self._find(rows)
 
     def count_left(self, rows: FileRows, stored: int) -> int:
         """Returns how many rows of a data file are left, of those that are stored in it. Raises as `positions`."""
@@ -99,7 +101,7 @@ class LeftOut:
 
     def days(self, path: str) -> DayNumbers:
         """Returns the day of each row of a data file. Raises as `positions`."""
-        found: DayNumbers = self._cache.get(("days", path), lambda: self._read_days(path))
+        found: DayNumbers = self._cache.get((path, self.rule.signature), lambda: self._read_days(path))
         return found
 
     def _find(self, rows: FileRows) -> Positions:
@@ -107,8 +109,9 @@ class LeftOut:
         for listed in rows.deletes:
             gone = self._cache.get(("positions", listed), partial(read_positions, io, listed))
             found += [gone[rows.path]] if rows.path in gone else []
-        found += [self._find_values(rows.path, one) for one in rows.values]
-        if rows.mixed:
+        for fields in dict.fromkeys(one.fields for one in rows.values):
+            found.append(self._find_values(rows.path, fields, [one for one in rows.values if one.fields == fields]))
+        if rows.rule:
             found.append(np.flatnonzero(self.days(rows.path) != (rows.day - EPOCH).days).astype(np.int64))
         return np.unique(np.concatenate(found)) if found else np.empty(0, np.int64)
 
@@ -116,16 +119,12 @@ class LeftOut:
         count, columns = self._columns.read(self.table.io, path, [self.rule.id])
         return self.rule.of_values(columns.get(self.rule.id, pa.nulls(count)), path)  # a file may lack the column
 
-    def _find_values(self, path: str, values: DeletedValues) -> Positions:
-        """Returns the positions of the rows that a file deletes by value."""
-
-        def compare() -> Positions:
-            listed = self._cache.get(values, lambda: self._read_fields(values.path, values.fields))
-            rows = self._read_fields(path, values.fields)
-            return find_equal([rows[number] for number in values.fields], [listed[number] for number in values.fields])
-
-        found: Positions = self._cache.get((path, values), compare)
-        return found
+    def _find_values(self, path: str, fields: tuple[int, ...], deletes: list[DeletedValues]) -> Positions:
+        """Returns the positions of the rows that files delete by the values of some fields."""
+        rows = self._cache.get((path, fields), lambda: self._read_fields(path, fields))
+        lists = [self._cache.get(one, partial(self._read_fields, one.path, fields)) for one in deletes]
+        listed = [pa.chunked_array([part for one in lists for part in one[number].chunks]) for number in fields]
+        return find_equal([rows[number] for number in fields], listed)
 
     def _read_fields(self, path: str, numbers: tuple[int, ...]) -> dict[int, pa.ChunkedArray]:
         """Reads columns with the types that the table has now. Those that a file lacks have their default."""

@@ -73,7 +73,7 @@ def keys(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
             "dense": [{"columns": ["dense[0..3]", "dense[5]"]}],
             "sparse": [
                 {"columns": ["ids[0..4]", "scored_7"], "transforms": HASHED},
-                {"columns": ["ids[6, 8..9]"], "name": "wide_{column}", "pooling": "mean", "transforms": HASHED},
+                {"columns": ["ids[6, 8..9, 99]"], "name": "wide_{column}", "pooling": "mean", "transforms": HASHED},
             ],
         },
         "evaluation.true_probability": None,
@@ -89,8 +89,8 @@ def test_a_flattened_table_trains_the_same_model(keys: dict[str, Any], plain: An
     own = Workspace(load(CONFIG, keys)).warehouse
     with pytest.MonkeyPatch.context() as cut:  # killed after a day
 
-        def rewrite_one(workspace: Workspace, name: str, days: list[Any], columns: list[str]) -> None:
-            rewrite(workspace, name, days[:1], columns)
+        def rewrite_one(workspace: Workspace, name: str, days: list[Any], *how: Any) -> None:
+            rewrite(workspace, name, days[:1], *how)
             raise ZeroDivisionError
 
         cut.setattr(tables, "_rewrite_locked", rewrite_one)

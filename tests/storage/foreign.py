@@ -45,6 +45,12 @@ def add_files(
     return paths
 
 
+def register(table: Table, path: str, partition: Record, rows: int) -> None:
+    """Adds a file that was written without the table, and has no field ids."""
+    with table.transaction() as transaction, transaction.update_snapshot().fast_append() as append:
+        append.append_data_file(_describe(table, path, partition, rows))
+
+
 class _DeletesWriter(ManifestWriterV2):
     def content(self) -> ManifestContent:
         return ManifestContent.DELETES

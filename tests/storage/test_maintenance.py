@@ -22,7 +22,7 @@ from storage.days import EARLIER, identities, notes
 from storage.errors import CorruptFileError, StorageError
 from storage.maintenance import ExpireResult, drop_tags, expire, vacuum
 from storage.reader import SnapshotRef
-from storage.warehouse import Warehouse
+from storage.warehouse import ReplacedDays, Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY1, DAY2 = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
@@ -209,6 +209,30 @@ def test_what_was_written_stays_known_when_another_tool_expires_snapshots(wareho
     assert warehouse.written_days("events") == {DAY1: "third", DAY2: "second"}
     assert warehouse.day_notes("events") == {DAY1: "third", DAY2: "second"}
     assert warehouse.day_contents(warehouse.current("events")) == before
+
+
+def test_records_of_another_writer_stay_when_a_commit_is_tried_again(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyiceberg commits again on top of the other writer's snapshot."""
+    write(warehouse, rows(DAY1, 3), identity="first")
+    replaced, came = ReplacedDays._process_manifests, []
+
+    def overtaken(self: ReplacedDays, manifests: list[Any]) -> list[Any]:
+        if not came:
+            came.append(True)
+            write(Warehouse(warehouse.config, warehouse.home), rows(DAY2, 3), identity="second")
+        return replaced(self, manifests)
+
+    monkeypatch.setattr(ReplacedDays, "_process_manifests", overtaken)
+    write(warehouse, rows(DAY1, 4), identity="third")
+    assert warehouse.written_days("events") == {DAY1: "third", DAY2: "second"}
+    kept = warehouse.current("events").snapshot_id
+    table = warehouse.table("events")
+    table.maintenance.expire_snapshots().by_ids(
+        [one.snapshot_id for one in table.snapshots() if one.snapshot_id != kept]
+    ).commit()
+    assert warehouse.written_days("events") == {DAY1: "third", DAY2: "second"}
 
 
 def test_fault_8_a_reader_names_its_expired_snapshot(warehouse: Warehouse) -> None:

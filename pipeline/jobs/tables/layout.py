@@ -2,7 +2,7 @@
 
 import datetime
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Costs
-from storage.layout.flatten import add_columns, count_keys, days_with_maps, drop_maps, flattened
+from storage.layout.flatten import add_columns, count_keys, days_with_maps, drop_maps, flattened, refuse_new_keys
 from storage.layout.proposal import Proposal, propose
 from storage.layout.reads import ReadRecord, load_reads, record_read
 from storage.layout.rewrite import (
@@ -24,6 +24,7 @@ from storage.layout.rewrite import (
     set_layout,
 )
 from storage.maintenance import expire, vacuum
+from storage.reader import SnapshotRef
 
 READS = "reads"
 """Folder below home with records of what runs read."""
@@ -98,14 +99,14 @@ def flatten_table(workspace: Workspace, name: str) -> Result:
     read = warehouse.schema(warehouse.current(name), wanted).names
     with workspace.lock(f"ingest of table '{name}'"):  # a later day may have other keys
         with workspace.console.progress() as progress:
-            counts = count_keys(warehouse, warehouse.current(name), partial(progress, "keys"))
-        add_columns(warehouse, name, counts)
+            counts = count_keys(warehouse, warehouse.current(name), report=partial(progress, "keys"))
+        add_columns(warehouse, name, [*counts, *read])  # a key of the config may have no row
         layout = layout_of(warehouse, name)
         if counts:
             first = dict.fromkeys([*(column for column in read if column in counts), *counts, *layout.first])
             set_layout(warehouse.writable(name), layout.model_copy(update={"first": tuple(first)}))
         days = days_with_maps(warehouse, warehouse.current(name))
-        done = _rewrite_locked(workspace, name, days, flattened(warehouse, name))
+        done = _rewrite_locked(workspace, name, days, flattened(warehouse, name), counts)
         dropped = drop_maps(warehouse, name)
     workspace.console.log.info("%s maps are now %s columns", len(dropped), f"{len(counts):,}")
     return _summarize("flatten", name, done) | {"maps": dropped, "columns": len(counts)}
@@ -183,16 +184,31 @@ def _rewrite_days(workspace: Workspace, name: str, days: Sequence[datetime.date]
 
 
 def _rewrite_locked(
-    workspace: Workspace, name: str, days: Sequence[datetime.date], columns: Sequence[str] | None = None
+    workspace: Workspace,
+    name: str,
+    days: Sequence[datetime.date],
+    columns: Sequence[str] | None = None,
+    keys: Mapping[str, int] | None = None,
 ) -> list[RewriteResult]:
+    """Rewrites days one by one.
+
+    Args:
+        columns: Columns to write. None: all.
+        keys: Columns for all keys of the table's maps, if they are flattened. None: they stay.
+    """
     done = []
+
+    def check(reference: SnapshotRef, day: datetime.date) -> None:
+        if keys is not None:
+            refuse_new_keys(workspace.warehouse, reference, day, keys)
+
     with (
         exclusive_dir(workspace.home / "tmp" / f"layout-{name}") as temporary,
         workspace.console.progress("days") as progress,
     ):
         for number, day in enumerate(days):
             progress("rewrite", number, len(days), str(day))
-            done.append(rewrite_day(workspace.warehouse, name, day, temporary, columns))
+            done.append(rewrite_day(workspace.warehouse, name, day, temporary, columns, check))
         if days:
             progress("rewrite", len(days), len(days))
     return done

@@ -8,9 +8,10 @@ from zoneinfo import ZoneInfo
 
 import duckdb
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import Catalog, load_catalog
-from pyiceberg.expressions import GreaterThan
+from pyiceberg.expressions import GreaterThan, LessThan
 from pyiceberg.table import Table
 from pyiceberg.transforms import (
     BucketTransform,
@@ -29,10 +30,11 @@ from storage.layout.spec import Layout
 from storage.maintenance import drop_tags, expire, vacuum
 from storage.reader import DAY
 from storage.warehouse import Warehouse
-from tests.storage.foreign import add_files
+from tests.storage.foreign import add_files, register
 
 START = datetime.datetime(2024, 2, 27, 0, 0, tzinfo=datetime.UTC)
 COUNT = 120
+MAPPED = '[{"field-id": 1, "names": ["id"]}, {"field-id": 2, "names": ["ds"]}]'
 PARTITIONS: dict[str, list[tuple[str, Any, str]]] = {
     "nothing": [],
     "day": [("day", IdentityTransform(), "d")],
@@ -291,3 +293,106 @@ def test_a_catalog_in_the_same_database_is_found_by_its_name(theirs: Catalog, tm
     tables = {"samples": TableConfig(table="theirs.logs.events", day_column="ds")}
     warehouse = Warehouse(WarehouseConfig(catalog=dict(theirs.properties), tables=tables), tmp_path / "ours")
     assert ids_by_day(warehouse) == days_by_duckdb("ds")
+
+
+@pytest.mark.parametrize("partition", ["nothing", "months(day)"])
+def test_days_by_another_rule_are_other_days(
+    theirs: Catalog, opened: Callable[..., Warehouse], tmp_path: Path, partition: str
+) -> None:
+    """Although they are of the same files: a training must not take them for what it has seen."""
+    make(theirs, partition)
+    found = []
+    for zone in ("UTC", "America/Los_Angeles"):
+        warehouse = opened(day_column="ts", day_zone=zone)
+        found.append(warehouse.day_contents(warehouse.current("samples")))
+    assert set(found[0].values()).isdisjoint(found[1].values())
+    table = "theirs.logs.events"
+    tables = {"samples": TableConfig(table=table, day_column="ts"), "b": TableConfig(table=table, day_column="wall")}
+    both = Warehouse(WarehouseConfig(tables=tables), tmp_path / "ours")
+    for name, expression in (("samples", "ts"), ("b", "wall")):
+        expected = {day: len(ids) for day, ids in days_by_duckdb(expression).items()}
+        assert both.day_rows(both.current(name)) == expected
+
+
+@pytest.mark.parametrize("partition", [True, False])
+def test_days_in_text_without_zeros_are_read_as_they_are_counted(
+    theirs: Catalog, opened: Callable[..., Warehouse], partition: bool
+) -> None:
+    rows = pa.table({"id": pa.array(range(4), pa.int64()), "ds": ["1/5/2025", "01/05/2025", "1/05/2025", "1/6/2025"]})
+    table = theirs.create_table("logs.events", rows.schema)
+    if partition:
+        with table.update_spec() as update:
+            update.add_identity("ds")
+    table.append(rows)
+    warehouse = opened(day_column="ds", date_format=("%m/%d/%Y",))
+    day = datetime.date(2025, 1, 5)
+    assert warehouse.day_rows(warehouse.current("samples")) == {day: 3, datetime.date(2025, 1, 6): 1}
+    reader = warehouse.reader(warehouse.current("samples"), ["id"])
+    assert sorted(i for part in reader.fragments([day]) for i in reader.read(part)["id"].to_pylist()) == [0, 1, 2]
+
+
+def test_a_number_that_is_too_short_is_no_day(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    rows = pa.table({"id": [1], "number": pa.array([202511], pa.int32())})
+    theirs.create_table("logs.events", rows.schema).append(rows)
+    warehouse = opened(day_column="number")
+    with pytest.raises(StorageError, match=r"expected days of the form %Y-%m-%d or %Y%m%d, got '202511'"):
+        warehouse.day_rows(warehouse.current("samples"))
+
+
+def test_a_filter_on_the_day_compares_days_not_text(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    rows = pa.table({"id": [1, 2, 3], "day": ["20250105", "20250106", "20250301"]})
+    table = theirs.create_table("logs.events", rows.schema)
+    table.append(rows)
+    warehouse = opened()
+    assert ids_by_day(warehouse, row_filter=LessThan("day", "2025-02-01")) == {
+        datetime.date(2025, 1, 5): [1], datetime.date(2025, 1, 6): [2],
+    }  # fmt: skip
+
+
+def test_a_column_that_only_the_partition_has_is_not_read_as_null(
+    theirs: Catalog, opened: Callable[..., Warehouse], tmp_path: Path
+) -> None:
+    """As in tables that were migrated from Hive. The day is known, but not its text."""
+    schema = pa.schema({"id": pa.int64(), "ds": pa.string()})
+    table = theirs.create_table("logs.events", schema, properties={"schema.name-mapping.default": MAPPED})
+    with table.update_spec() as update:
+        update.add_identity("ds")
+    pq.write_table(pa.table({"id": [7]}), tmp_path / "plain.parquet")
+    table.refresh()
+    register(table, str(tmp_path / "plain.parquet"), Record("2025-01-05"), 1)
+    warehouse = opened(day_column="ds")
+    assert ids_by_day(warehouse) == {datetime.date(2025, 1, 5): [7]}
+    with pytest.raises(StorageError, match="expected column 'ds' in it, got only a partition of that value"):
+        warehouse.reader(warehouse.current("samples"), ["id", "ds"]).fragments()
+
+
+def test_a_partition_field_that_was_dropped_in_format_1_tells_nothing(
+    theirs: Catalog, opened: Callable[..., Warehouse]
+) -> None:
+    table = theirs.create_table("logs.events", log().schema, properties={"format-version": "1"})
+    with table.update_spec() as update:
+        update.add_field("ts", DayTransform(), "d")
+    append(table, log().slice(0, 60))
+    with table.update_spec() as update:
+        update.remove_field("d")
+    table.refresh()
+    add_files(table, [(log().slice(60), Record(*[None] * len(table.spec().fields)))])
+    assert ids_by_day(opened(day_column="ts")) == days_by_duckdb("ts")
+
+
+@pytest.mark.parametrize("value", [datetime.datetime(9999, 12, 31, 23, 59), datetime.datetime(1, 1, 1)])
+def test_the_first_and_the_last_day_are_days(
+    theirs: Catalog, opened: Callable[..., Warehouse], value: datetime.datetime
+) -> None:
+    rows = pa.table({"id": [1], "at": pa.array([value], pa.timestamp("us"))})
+    theirs.create_table("logs.events", rows.schema).append(rows)
+    warehouse = opened(day_column="at")
+    assert ids_by_day(warehouse) == {value.date(): [1]}
+
+
+def test_a_day_beyond_the_calendar_is_refused(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    rows = pa.table({"id": [1], "at": pa.array([2**60], pa.timestamp("us"))})
+    add_files(theirs.create_table("logs.events", rows.schema), [(rows, Record())])
+    warehouse = opened(day_column="at")
+    with pytest.raises(StorageError, match="expected days between the years 1 and 9999"):
+        warehouse.day_rows(warehouse.current("samples"))

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.config import WarehouseConfig
-from storage.errors import StorageError
+from storage.errors import ConflictError, StorageError
 from storage.keys import expand_keys
+from storage.layout.flatten import add_columns, count_keys, drop_maps, refuse_new_keys
 from storage.snapshot.maps import MapEntries
 from storage.warehouse import Warehouse
 
@@ -129,3 +130,49 @@ def test_a_name_that_is_no_key_of_a_map_is_refused(warehouse: Warehouse) -> None
     for name in ("dense_x", "dense_3_scores", "id_3", "other_3"):
         with pytest.raises(StorageError, match=f"column '{name}': expected a column of table 't'"):
             warehouse.reader(warehouse.current("t"), [name])
+
+
+def test_a_null_beside_the_map_is_taken_from_the_map(warehouse: Warehouse) -> None:
+    """Another engine that writes all columns stores nulls for keys that are columns, too."""
+    rows = write(warehouse)
+    add_columns(warehouse, "t", ["dense_1", "ids_3", "scored_4"])
+    table = warehouse.table("t")
+    now = warehouse.current("t")
+    everything = pa.concat_tables(
+        [one.read(part) for one in [warehouse.reader(now, list(SCHEMA.names))] for part in one.fragments()]
+    )
+    table.append(everything)  # pyiceberg writes null for the three columns
+    reader = warehouse.reader(warehouse.current("t"), ["dense_1", "ids_3", "scored_4"])
+    found = [row for part in reader.fragments() for row in reader.read(part).to_pylist()]
+    expected = [
+        {
+            "dense_1": row["dense"].get(1),
+            "ids_3": row["ids"].get(3),
+            "scored_4": None if 4 not in row["scored"] else list(row["scored"][4]),
+        }
+        for row in rows
+    ]
+    assert found == expected * 2
+
+
+def test_keys_that_another_writer_adds_meanwhile_stay(warehouse: Warehouse) -> None:
+    write(warehouse)
+    counts = count_keys(warehouse, warehouse.current("t"))
+    assert list(counts.values()) == sorted(counts.values(), reverse=True)
+    add_columns(warehouse, "t", counts)
+    refuse_new_keys(warehouse, warehouse.current("t"), DAY1, counts)
+    new = pa.Table.from_pylist([{"day": DAY1, "id": 99, "dense": [(77, 1.0)], "ids": [], "scored": []}], SCHEMA)
+    warehouse.table("t").append(new)
+    with pytest.raises(ConflictError, match="expected the keys that were counted, got dense_77, too"):
+        refuse_new_keys(warehouse, warehouse.current("t"), DAY1, counts)
+    with pytest.raises(ConflictError, match="expected no other writer meanwhile"):
+        drop_maps(warehouse, "t")
+    assert {"dense", "ids", "scored"} < set(warehouse.table("t").schema().column_names)
+
+
+def test_a_map_of_something_else_is_not_flattened(warehouse: Warehouse) -> None:
+    schema = pa.schema({"day": pa.date32(), "words": pa.map_(pa.string(), pa.string())})
+    table = pa.Table.from_pylist([{"day": DAY1, "words": [("a", "b")]}], schema)
+    warehouse.replace_days("t", {DAY1: "i"}, table.schema, table.to_batches(), 1)
+    with pytest.raises(StorageError, match="map 'words' of table 't': expected whole numbers as keys"):
+        count_keys(warehouse, warehouse.current("t"))
