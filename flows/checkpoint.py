@@ -21,7 +21,9 @@ def checkpoint(
     step: Which = "newest",
     run: str | None = None,
 ) -> dict[str, Any]:
-    """Lists or verifies the checkpoints below `home`/runs, or exports the weights of one. Changes no checkpoint.
+    """Lists or verifies the checkpoints below `home`/runs and in `storage.path`, or exports the weights of one.
+
+    Changes no checkpoint. To verify or to export one of `storage.path` copies it to this machine.
 
     Args:
         config: The run's config, or the path of its YAML file; its name selects the runs.

@@ -121,8 +121,9 @@ class LeftOut:
 
     def _find_values(self, path: str, fields: tuple[int, ...], deletes: list[DeletedValues]) -> Positions:
         """Returns the positions of the rows that files delete by the values of some fields."""
-        rows = self._cache.get((path, fields), lambda: self._read_fields(path, fields))
-        lists = [self._cache.get(one, partial(self._read_fields, one.path, fields)) for one in deletes]
+        types = self.table.metadata.current_schema_id
+        paths = [path, *(one.path for one in deletes)]
+        rows, *lists = [self._cache.get((one, fields, types), partial(self._read_fields, one, fields)) for one in paths]
         listed = [pa.chunked_array([part for one in lists for part in one[number].chunks]) for number in fields]
         return find_equal([rows[number] for number in fields], listed)
 

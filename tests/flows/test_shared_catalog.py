@@ -126,3 +126,16 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
     folder = f"kept/runs/{run.pop()}"
     shared = ("weights.safetensors", "probe.json", "snapshot.json", "code.json", "registered")
     assert {f"{folder}/{name}" for name in shared} <= set(kept())
+
+    third = tmp_path / "third"  # a machine that has nothing of the training
+    named = f"run={folder.rpartition('/')[2]}"
+    listed, _ = last_line(run_on(third, catalog, "checkpoint", OWN, named))
+    states = {entry["name"]: (entry["state"], entry["step"]) for entry in listed["checkpoints"]}
+    assert states["best"][0] == "in the store"
+    newest = max(step for state, step in states.values())
+    assert newest == found["train"]["steps"]
+    verified, _ = last_line(run_on(third, catalog, "checkpoint", OWN, "action=verify"))
+    assert {entry["state"] for entry in verified["checkpoints"]} == {"verified"}
+    exported, _ = last_line(run_on(third, catalog, "checkpoint", OWN, "action=export"))
+    assert (exported["step"], exported["status"]) == (newest, "ok")
+    assert Path(exported["path"]).is_relative_to(third)

@@ -4,12 +4,15 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import format_rows
 from pipeline.jobs.workspace import Workspace
 from storage.artifacts import atomic_file
+
+if TYPE_CHECKING:
+    from pipeline.training.state.checkpoints import StoredCheckpoints
 
 PLAIN, DAILY = "[0-9a-f]{12}", r"\d{4}-\d{2}-\d{2}-[0-9a-f]{12}-[0-9a-f]{8}"
 """What follows a table's name in the folder of a training by flows.train, and by flows.recurring."""
@@ -28,9 +31,12 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
     from pipeline.training.state import checkpoint as store  # PyTorch takes seconds to import
 
     found = []
-    for folder in _folders(workspace, run):
+    elsewhere = _describe_stored(workspace, run, verify)  # a copy to verify is then here
+    for folder in _folders(workspace, run, bool(elsewhere)):
         with suppress(FileNotFoundError):  # a running training has just removed it
             found.append({"run": folder.parents[1].name, **store.describe(folder)})
+    here = {(entry["run"], entry["name"]) for entry in found}
+    found += [entry for entry in elsewhere if (entry["run"], entry["name"]) not in here]
     if found:
         workspace.console.log.info("checkpoints:\n%s", format_rows([_as_row(entry) for entry in found]))
     damaged = [entry["error"] for entry in found if entry["error"] is not None]
@@ -47,10 +53,10 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
 
 def _as_row(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the line of a checkpoint in the table."""
-    row = {key: entry[key] for key in ("run", "name", "step", "time")}
+    row = {key: "–" if entry[key] is None else entry[key] for key in ("run", "name", "step", "time")}
     ne = entry["valid_ne"]
     return row | {
-        "MB": f"{entry['bytes'] / 1e6:,.1f}",
+        "MB": "–" if entry["bytes"] is None else f"{entry['bytes'] / 1e6:,.1f}",
         "valid NE": "–" if ne is None else f"{ne:.4f}",
         "state": entry["state"],
     }
@@ -67,6 +73,7 @@ def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> di
     from pipeline.training.state import checkpoint as store
     from pipeline.training.state.progress import load_progress
 
+    _fetch_stored(workspace, run, which)
     folders = _folders(workspace, run)
     fitting = [folder for folder in folders if _matches(folder, which)]
     if not fitting:
@@ -90,17 +97,77 @@ def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> di
     }
 
 
-def _folders(workspace: Workspace, run: str | None) -> list[Path]:
-    """Returns the checkpoints of the selected runs, those of each run by step, and its best one last."""
+def _stored(workspace: Workspace, run: str | None) -> "dict[str, StoredCheckpoints]":
+    """Returns run -> its checkpoints in `storage.path`, of the selected runs that any machine has put there."""
+    from pipeline.training.state.checkpoints import StoredCheckpoints  # PyTorch takes seconds to import
+
+    root = workspace.home / "runs"
+    everything = workspace.stored(root)
+    if everything is None:
+        return {}
+    names = sorted({name.partition("/")[0] for name in everything.names()})
+    chosen = [name for name in names if _ours(workspace).fullmatch(name) and run in (None, name)]
+    places = {name: f"{name}/checkpoints" for name in chosen}
+    return {name: StoredCheckpoints(root / place, everything.child(place)) for name, place in places.items()}
+
+
+def _describe_stored(workspace: Workspace, run: str | None, verify: bool) -> list[dict[str, Any]]:
+    """Describes the checkpoints in `storage.path`.
+
+    Args:
+        verify: Copies each to this machine, which verifies it.
+    """
+    from pipeline.training.state.checkpoint import CheckpointError
+
+    found = []
+    for name, kept in _stored(workspace, run).items():
+        for one in kept.names():
+            entry = {"run": name, **kept.describe(one)}
+            if verify and entry["error"] is None:
+                try:
+                    kept.fetch(one)
+                    entry["state"] = "verified"
+                except CheckpointError as damage:
+                    entry |= {"state": "damaged", "error": str(damage)}
+            found.append(entry)
+    return found
+
+
+def _fetch_stored(workspace: Workspace, run: str | None, which: Which) -> None:
+    """Copies the chosen checkpoint from `storage.path` to this machine.
+
+    Raises:
+        ConfigError: If several runs are there and none is named: the times of copies do not tell which wrote last.
+    """
+    stored = _stored(workspace, run)
+    if len(stored) > 1:
+        raise ConfigError(
+            "run", f"one of the runs in {workspace.config.storage.path}", ", ".join(stored), "Name it: run=NAME."
+        )
+    for kept in stored.values():
+        fitting = [name for name in kept.names() if _matches(Path(name), which)]
+        if fitting:
+            kept.fetch(fitting[-1])
+
+
+def _ours(workspace: Workspace) -> re.Pattern[str]:
+    return re.compile(rf"{workspace.config.name}-({DAILY}|{PLAIN})-\d+")
+
+
+def _folders(workspace: Workspace, run: str | None, elsewhere: bool = False) -> list[Path]:
+    """Returns the checkpoints of the selected runs here, those of each run by step, and its best one last.
+
+    Args:
+        elsewhere: Whether the run is in the store, so that it need not be here.
+    """
     from pipeline.training.state import checkpoint as store
 
     name, root = workspace.config.name, workspace.home / "runs"
-    ours = re.compile(rf"{name}-({DAILY}|{PLAIN})-\d+")
-    runs = sorted(folder for folder in root.glob("*") if ours.fullmatch(folder.name))
+    runs = sorted(folder for folder in root.glob("*") if _ours(workspace).fullmatch(folder.name))
     if run is not None:
         known = ", ".join(folder.name for folder in runs) or "none"
         runs = [folder for folder in runs if folder.name == run]
-        if not runs:
+        if not runs and not elsewhere:
             raise ConfigError(f"run '{run}'", f"a run of '{name}' in '{root}'", known, "Name one of them.")
     found = [
         path

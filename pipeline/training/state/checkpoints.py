@@ -250,6 +250,25 @@ class StoredCheckpoints(Checkpoints):
                 shutil.rmtree(temporary, ignore_errors=True)
         return folder
 
+    def names(self) -> list[str]:
+        """Returns the names of the checkpoints in the store: steps, oldest first, and the best one."""
+        whole, _ = self._list()
+        return [*whole, *([BEST] if self.store.read(f"{BEST}/{MANIFEST}") is not None else [])]
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Describes a checkpoint as `checkpoint.describe` does, from its small files. It is not verified."""
+        try:
+            content = self.store.read(f"{self._read(name).at}/{PROGRESS}")
+            progress, error = json.loads(content or b"")["progress"], None
+        except (CheckpointError, ValueError, LookupError, TypeError) as damage:
+            progress, error = {}, str(damage) if isinstance(damage, CheckpointError) else f"{PROGRESS} is damaged"
+        validated = progress.get("validated_step") == progress.get("steps")
+        return {
+            "name": name, "step": progress.get("steps"), "time": None, "bytes": None,
+            "valid_ne": progress.get("valid_ne") if validated else None,
+            "state": "in the store" if error is None else "damaged", "error": error,
+        }  # fmt: skip
+
     def fetch_served(self) -> None:
         """Copies the newest checkpoint that verifies and the best one to this machine.
 
