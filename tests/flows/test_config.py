@@ -315,11 +315,11 @@ def test_one_sentence_for_a_bad_value(values: dict[str, Any], said: str) -> None
         ),
         ({"split": {}}, "split: expected one of days, every_nth_day, column, hash, got none. Give exactly one."),
         *(
-            ({"source": source}, f"source: expected either {keys}. Give exactly one.")
+            ({"source": source}, f"source: expected {keys}. Give exactly one.")
             for source, keys in [
-                ({"day": "2024-01-01"}, "`path` or `generator`, got neither"),
-                ({"path": "a.csv"}, "`day_column` or `day`, got neither"),
-                ({"path": "a.csv", "day": "2024-01-01", "day_column": "day"}, "`day_column` or `day`, got both"),
+                ({"day": "2024-01-01"}, "one of `path`, `table` and `generator`, got none of them"),
+                ({"path": "a.csv"}, "either `day_column` or `day`, got neither"),
+                ({"path": "a.csv", "day": "2024-01-01", "day_column": "day"}, "either `day_column` or `day`, got both"),
             ]
         ),
     ],

@@ -115,7 +115,9 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
                 time.sleep(0.02)
         finally:
             flow.kill()
-    shutil.rmtree(tmp_path / "lost")
+    while (tmp_path / "lost").exists():  # its ranks may still say why they end
+        assert time.monotonic() < limit
+        shutil.rmtree(tmp_path / "lost", ignore_errors=True)
     found, said = last_line(run_on(tmp_path / "other", catalog, "train", OWN))
     assert "resumed at step" in said
     assert found["train"]["rows"] == 10 * ROWS

@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.data.filters import check_filter
 from pipeline.data.joined import reader as module
-from pipeline.data.joined.reader import MapEntries, filter_schema, joined_schema, open_reader
+from pipeline.data.joined.reader import KeyIndex, filter_schema, joined_schema, open_reader
 from pipeline.data.joined.source import pin_sources, source_identity
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
@@ -169,10 +169,10 @@ def test_types_agree_with_those_that_an_ingest_stores(tmp_path, warehouse):
 
 def test_different_keys_with_equal_hashes_do_not_match(monkeypatch):
     monkeypatch.setattr(module, "_hashes", lambda keys: np.zeros(len(keys[0]), np.uint64))
-    keyed = MapEntries([pa.array([3, 1, None, 2])], [pa.array(["c", "a", "x", "b"])], "w")
+    keyed = KeyIndex([pa.array([3, 1, None, 2])], [pa.array(["c", "a", "x", "b"])], "w")
     assert keyed.values[0].take(keyed.find([pa.array([1, 2, 3, 4, None])])).to_pylist() == ["a", "b", "c", None, None]
     with pytest.raises(DataError, match="key 1 more than once"):
-        MapEntries([pa.array([1, 2, 1])], [pa.array([1, 2, 3])], "w")
+        KeyIndex([pa.array([1, 2, 1])], [pa.array([1, 2, 3])], "w")
 
 
 def test_without_a_wanted_column_nothing_is_opened(tmp_path, warehouse):
