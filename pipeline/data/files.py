@@ -21,6 +21,16 @@ SourceFile = Path | ObjectFile
 """A local file, or one of an object store."""
 
 
+def folder_values(file: SourceFile) -> dict[str, str]:
+    """Returns key -> value of the folders that a file is in.
+
+    Example:
+        >>> folder_values(Path("/logs/country=DE/day=2025-01-31/a.parquet"))
+        {'country': 'DE', 'day': '2025-01-31'}
+    """
+    return dict(re.findall(r"(?:^|/)([^/=]+)=([^/]*)(?=/)", address_of(file)))
+
+
 def find_files(
     pattern: str | Sequence[str], root: Path, where: str, properties: Mapping[str, str] = MappingProxyType({})
 ) -> list[SourceFile]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.files import SourceFile, address_of, find_files
+from pipeline.data.files import SourceFile, find_files, folder_values
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
 from pipeline.extraction.config import LabelColumns, SourceConfig
@@ -21,6 +21,7 @@ from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
 from pipeline.extraction.samples import GOOD, add_types
 from pipeline.extraction.sources import as_pattern, create_view, find_invalid_utf8, first_line, join_side_tables
+from pipeline.extraction.text import ISO_DATE
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list
 from storage.objects import ObjectFile, store_failure
@@ -240,14 +241,15 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile
 
 def _of_days(files: list[SourceFile], column: str | None, only: frozenset[datetime.date]) -> list[SourceFile]:
     """Leaves out files in folders of other days, such as `day=2025-01-31`. Keeps all if none would be left."""
-    part = re.compile(rf"(?:^|/){re.escape(column or '')}=(\d{{4}}-\d{{2}}-\d{{2}})/")
+    if column is None or not only:
+        return files
+    asked = {f"{day}" for day in only}
 
     def may_have(file: SourceFile) -> bool:
-        found = part.findall(address_of(file))
-        return not found or found[-1] in {f"{day}" for day in only}
+        found = folder_values(file).get(column)
+        return found is None or found in asked or re.fullmatch(ISO_DATE, found) is None
 
-    kept = [file for file in files if may_have(file)] if column is not None and only else []
-    return kept or files
+    return [file for file in files if may_have(file)] or files
 
 
 def fingerprint(value: object) -> str:

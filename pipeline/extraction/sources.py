@@ -10,7 +10,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.files import CSV, JSON, SourceFile, address_of
+from pipeline.data.files import CSV, JSON, SourceFile, address_of, folder_values
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import Format, SideTable
 from pipeline.extraction.text import FILE, convert_iso, parse_times, read_csv, read_json
@@ -65,12 +65,10 @@ def create_view(
         form = named[0] if named else "parquet"
     try:
         old = {new: given for given, new in rename.items()}
-        as_text = [old.get(time, time) for time in times] if formats else ()
-        relation = _relation(connection, names, form, numbered, as_text)
-        missing = {old.get(time, time) for time in times} - {*relation.columns}
-        if missing & _folder_keys(files):
-            relation = _relation(connection, names, form, numbered, as_text, folders=True)
-        rows = _rename(relation, rename, where)
+        given = [old.get(time, time) for time in times]
+        rows = _relation(connection, names, form, numbered, given if formats else ())
+        rows = _add_folders(rows, files, given)
+        rows = _rename(rows, rename, where)
         parsed = [
             time for time, kind in zip(rows.columns, rows.types, strict=True) if time in times and kind == "VARCHAR"
         ]
@@ -131,27 +129,26 @@ def as_pattern(path: SourceFile) -> str:
     return re.sub(r"([\[*?])", r"[\1]", address_of(path))
 
 
-def _folder_keys(files: Sequence[SourceFile]) -> set[str]:
-    """Returns the keys of folders such as `day=2025-01-31` that all files are in."""
-    return set.intersection(*({*re.findall(r"(?:^|/)([^/=]+)=[^/]*(?=/)", address_of(file))} for file in files))
+def _add_folders(
+    rows: duckdb.DuckDBPyRelation, files: Sequence[SourceFile], times: Sequence[str]
+) -> duckdb.DuckDBPyRelation:
+    """Adds those of the times that the files lack, but that name folders of all of them, such as `day=2025-01-31`.
+
+    DuckDB's own way adds all folders, and to columns that the files have.
+    """
+    common = set.intersection(*({*folder_values(file)} for file in files))
+    added = [name for name in dict.fromkeys(times) if name in common and name not in rows.columns]
+    patterns = {name: f".*(?:^|/){re.escape(name)}=([^/]*)/".replace("'", "''") for name in added}
+    texts = [f"regexp_extract({FILE}, '{pattern}', 1) AS {quote(name)}" for name, pattern in patterns.items()]
+    return rows.select(f"*, {', '.join(texts)}") if texts else rows
 
 
 def _relation(
-    connection: duckdb.DuckDBPyConnection,
-    names: list[str],
-    form: Format,
-    numbered: bool,
-    as_text: Sequence[str],
-    folders: bool = False,
+    connection: duckdb.DuckDBPyConnection, names: list[str], form: Format, numbered: bool, as_text: Sequence[str]
 ) -> duckdb.DuckDBPyRelation:
-    """Returns the rows of all files.
-
-    Args:
-        folders: Whether folders such as `day=2025-01-31` are columns.
-    """
     if form == "parquet":
         return connection.read_parquet(
-            names, filename=True, union_by_name=True, file_row_number=numbered, hive_partitioning=folders
+            names, filename=True, union_by_name=True, file_row_number=numbered, hive_partitioning=False
         )
     if form == "criteo":
         rows = connection.read_csv(
@@ -163,12 +160,12 @@ def _relation(
             quotechar="",
             escapechar="",
             auto_detect=False,
-            hive_partitioning=folders,
+            hive_partitioning=False,
         )
     elif form == "json":
-        rows = convert_iso(read_json(connection, names, folders), as_text)
+        rows = convert_iso(read_json(connection, names), as_text)
     else:
-        rows = convert_iso(read_csv(connection, names, as_text, folders), as_text)
+        rows = convert_iso(read_csv(connection, names, as_text), as_text)
     return rows.select(f"*, row_number() OVER () AS {ROW}") if numbered else rows
 
 

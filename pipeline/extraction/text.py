@@ -33,18 +33,13 @@ _ISO = {
 
 
 def read_csv(
-    connection: duckdb.DuckDBPyConnection, names: list[str], as_text: Sequence[str], folders: bool = False
+    connection: duckdb.DuckDBPyConnection, names: list[str], as_text: Sequence[str]
 ) -> duckdb.DuckDBPyRelation:
-    """Reads CSV files. A column's type fits all its values in all files, because text may come late.
-
-    Args:
-        folders: Whether folders such as `day=2025-01-31` are columns.
-    """
+    """Reads CSV files. A column's type fits all its values in all files, because text may come late."""
     options: dict[str, Any] = {"filename": True, "union_by_name": True, "hive_partitioning": False}
     rows = connection.read_csv(names, **options, sample_size=-1, auto_type_candidates=_CSV_KINDS)  # type: ignore[arg-type]
     found = dict(zip(rows.columns, map(str, rows.types), strict=True))
     options["dtype"] = {name: "VARCHAR" if name in as_text else kind for name, kind in found.items() if name != FILE}
-    options["hive_partitioning"] = folders
     sniff = (
         "SELECT Delimiter, Quote, Escape, Comment, SkipRows, HasHeader"
         " FROM sniff_csv(?, sample_size=-1, auto_type_candidates=?)"
@@ -67,26 +62,21 @@ def read_csv(
     )
 
 
-def read_json(
-    connection: duckdb.DuckDBPyConnection, names: list[str], folders: bool = False
-) -> duckdb.DuckDBPyRelation:
+def read_json(connection: duckdb.DuckDBPyConnection, names: list[str]) -> duckdb.DuckDBPyRelation:
     """Reads files of JSON lines: one object a line. A column's type fits all its values in all files.
 
     Dates and times stay text. A column without any value is left out.
-
-    Args:
-        folders: As in `read_csv`.
     """
     listed = "[" + ", ".join("'" + name.replace("'", "''") + "'" for name in names) + "]"
-    reads = f"read_json({listed}, format='newline_delimited', filename=true, maximum_object_size={MOST_LINE_BYTES}"
-    found = connection.sql(
-        f"SELECT * FROM {reads}, union_by_name=true, sample_size=-1, map_inference_threshold=-1,"
-        " hive_partitioning=false)"
+    reads = (
+        f"read_json({listed}, format='newline_delimited', filename=true, hive_partitioning=false,"
+        f" maximum_object_size={MOST_LINE_BYTES}"
     )
+    found = connection.sql(f"SELECT * FROM {reads}, union_by_name=true, sample_size=-1, map_inference_threshold=-1)")
     kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True) if name != FILE}
     kinds = {name: "VARCHAR" if kind in _JSON_TEXT else kind for name, kind in kinds.items()}
     columns = ", ".join(f"'{name.replace(chr(39), chr(39) * 2)}': '{kind}'" for name, kind in kinds.items())
-    rows = connection.sql(f"SELECT * FROM {reads}, columns={{{columns}}}, hive_partitioning={folders})")
+    rows = connection.sql(f"SELECT * FROM {reads}, columns={{{columns}}})")
     doubtful = [name for name, kind in zip(found.columns, found.types, strict=True) if f"{kind}" == "JSON"]
     counts = rows.aggregate(", ".join(f"count({quote(name)})" for name in doubtful)).fetchall()[0] if doubtful else ()
     empty = [quote(name) for name, count in zip(doubtful, counts, strict=True) if not count]

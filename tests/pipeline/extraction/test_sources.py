@@ -108,6 +108,16 @@ def test_one_day_of_a_partitioned_log_opens_no_other_file(tmp_path: Path, ingest
         ingest(source, only=[datetime.date(2024, 1, 9)])
 
 
+def test_a_folder_gives_the_day_alone_and_in_any_format(tmp_path: Path, ingest: Any, stored: Any) -> None:
+    for place in ("hour=1/ds=20240101", "hour=2/ds=20240102"):
+        (tmp_path / place).mkdir(parents=True)
+        save(FRAME.assign(hour=7), tmp_path / place / "a.parquet")
+    ingest({"path": "hour=*/ds=*/a.parquet", "day_column": "ds", "date_format": "%Y%m%d"})
+    frame = stored()
+    assert frame["day"].astype(str).tolist() == ["2024-01-01"] * 4 + ["2024-01-02"] * 4
+    assert set(frame["hour"]) == {7}  # the files have it
+
+
 def test_a_folder_named_like_a_csv_is_not_one(tmp_path: Path, ingest: Any, stored: Any) -> None:
     (tmp_path / "my.csvs").mkdir()
     save(FRAME, tmp_path / "my.csvs" / "a.parquet")
