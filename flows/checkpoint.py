@@ -23,7 +23,7 @@ def checkpoint(
 ) -> dict[str, Any]:
     """Lists or verifies the checkpoints below `home`/runs and in `storage.path`, or exports the weights of one.
 
-    Changes no checkpoint. To verify or to export one of `storage.path` copies it to this machine.
+    Changes no checkpoint. One of `storage.path` is copied to this machine for a moment, to be verified or exported.
 
     Args:
         config: The run's config, or the path of its YAML file; its name selects the runs.

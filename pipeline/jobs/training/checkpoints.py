@@ -10,6 +10,7 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.console import format_rows
 from pipeline.jobs.workspace import Workspace
 from storage.artifacts import atomic_file
+from storage.scratch import ScratchFolder
 
 if TYPE_CHECKING:
     from pipeline.training.state.checkpoints import StoredCheckpoints
@@ -30,13 +31,13 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
     """
     from pipeline.training.state import checkpoint as store  # PyTorch takes seconds to import
 
-    found = []
-    elsewhere = _describe_stored(workspace, run, verify)  # a copy to verify is then here
-    for folder in _folders(workspace, run, bool(elsewhere)):
+    found = _describe_stored(workspace, run, verify)
+    known = {(entry["run"], entry["name"]) for entry in found}
+    for folder in _folders(workspace, run, bool(found)):
+        place = (folder.parents[1].name, folder.name)
         with suppress(FileNotFoundError):  # a running training has just removed it
-            found.append({"run": folder.parents[1].name, **store.describe(folder)})
-    here = {(entry["run"], entry["name"]) for entry in found}
-    found += [entry for entry in elsewhere if (entry["run"], entry["name"]) not in here]
+            if place not in known:  # the others are copies
+                found.append({"run": place[0], **store.describe(folder)})
     if found:
         workspace.console.log.info("checkpoints:\n%s", format_rows([_as_row(entry) for entry in found]))
     damaged = [entry["error"] for entry in found if entry["error"] is not None]
@@ -73,81 +74,90 @@ def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> di
     from pipeline.training.state import checkpoint as store
     from pipeline.training.state.progress import load_progress
 
-    _fetch_stored(workspace, run, which)
-    folders = _folders(workspace, run)
-    fitting = [folder for folder in folders if _matches(folder, which)]
-    if not fitting:
-        known = ", ".join(f"{folder.parents[1].name}/{folder.name}" for folder in folders) or "none"
-        expected = f"a checkpoint of '{workspace.config.name}'"
-        raise ConfigError(f"step '{which}'", expected, known, "Name one, or train first.")
-    folder = max(fitting, key=lambda path: (path.stat().st_mtime, path.name))
-    weights = store.export(folder)
-    path = folder.parents[1] / "exports" / f"{folder.name}.safetensors"
-    with atomic_file(path) as temporary:
-        save_file(weights, temporary)
+    with _copies(workspace) as copies:
+        stored = _fetch_stored(workspace, run, which, copies)
+        folders = stored or _folders(workspace, run)
+        fitting = [folder for folder in folders if _matches(folder, which)]
+        if not fitting:
+            known = ", ".join(f"{folder.parents[1].name}/{folder.name}" for folder in folders) or "none"
+            expected = f"a checkpoint of '{workspace.config.name}'"
+            raise ConfigError(f"step '{which}'", expected, known, "Name one, or train first.")
+        folder = max(fitting, key=lambda path: (path.stat().st_mtime, path.name))
+        name = folder.parents[1].name
+        weights, progress = store.export(folder), load_progress(folder)
+        path = workspace.home / "runs" / name / "exports" / f"{folder.name}.safetensors"
+        with atomic_file(path) as temporary:
+            save_file(weights, temporary)
     return {
         "status": "ok",
         "action": "export",
-        "run": folder.parents[1].name,
+        "run": name,
         "checkpoint": folder.name,
-        "step": load_progress(folder).steps,
+        "step": progress.steps,
         "path": str(path),
         "tensors": len(weights),
         "bytes": path.stat().st_size,
     }
 
 
-def _stored(workspace: Workspace, run: str | None) -> "dict[str, StoredCheckpoints]":
-    """Returns run -> its checkpoints in `storage.path`, of the selected runs that any machine has put there."""
+def _copies(workspace: Workspace) -> ScratchFolder:
+    """Returns a folder for copies of stored checkpoints, apart from those that a training reads."""
+    return ScratchFolder("checkpoints-", workspace.home / "tmp")
+
+
+def _stored(workspace: Workspace, run: str | None, copies: Path) -> "dict[str, StoredCheckpoints]":
+    """Returns run -> its checkpoints in `storage.path`, of the selected runs that any machine has put there.
+
+    Args:
+        copies: Folder of this machine for copies.
+    """
     from pipeline.training.state.checkpoints import StoredCheckpoints  # PyTorch takes seconds to import
 
-    root = workspace.home / "runs"
-    everything = workspace.stored(root)
+    everything = workspace.stored(workspace.home / "runs")
     if everything is None:
         return {}
     names = sorted({name.partition("/")[0] for name in everything.names()})
     chosen = [name for name in names if _ours(workspace).fullmatch(name) and run in (None, name)]
     places = {name: f"{name}/checkpoints" for name in chosen}
-    return {name: StoredCheckpoints(root / place, everything.child(place)) for name, place in places.items()}
+    return {name: StoredCheckpoints(copies / place, everything.child(place)) for name, place in places.items()}
 
 
 def _describe_stored(workspace: Workspace, run: str | None, verify: bool) -> list[dict[str, Any]]:
     """Describes the checkpoints in `storage.path`.
 
     Args:
-        verify: Copies each to this machine, which verifies it.
+        verify: Copies each to this machine for a moment, which verifies it.
     """
     from pipeline.training.state.checkpoint import CheckpointError
 
     found = []
-    for name, kept in _stored(workspace, run).items():
-        for one in kept.names():
-            entry = {"run": name, **kept.describe(one)}
-            if verify and entry["error"] is None:
-                try:
-                    kept.fetch(one)
-                    entry["state"] = "verified"
-                except CheckpointError as damage:
-                    entry |= {"state": "damaged", "error": str(damage)}
-            found.append(entry)
+    with _copies(workspace) as copies:
+        for name, kept in _stored(workspace, run, Path(copies)).items():
+            for one in kept.names():
+                entry = {"run": name, **kept.describe(one)}
+                if verify and entry["error"] is None:
+                    try:
+                        kept.fetch(one)
+                        entry["state"] = "verified"
+                    except CheckpointError as damage:
+                        entry |= {"state": "damaged", "error": str(damage)}
+                found.append(entry)
     return found
 
 
-def _fetch_stored(workspace: Workspace, run: str | None, which: Which) -> None:
-    """Copies the chosen checkpoint from `storage.path` to this machine.
+def _fetch_stored(workspace: Workspace, run: str | None, which: Which, copies: str) -> list[Path]:
+    """Copies the chosen checkpoint from `storage.path`, and returns its folder. Empty: there is none.
 
     Raises:
         ConfigError: If several runs are there and none is named: the times of copies do not tell which wrote last.
     """
-    stored = _stored(workspace, run)
+    stored = _stored(workspace, run, Path(copies))
     if len(stored) > 1:
         raise ConfigError(
             "run", f"one of the runs in {workspace.config.storage.path}", ", ".join(stored), "Name it: run=NAME."
         )
-    for kept in stored.values():
-        fitting = [name for name in kept.names() if _matches(Path(name), which)]
-        if fitting:
-            kept.fetch(fitting[-1])
+    fitting = [(kept, name) for kept in stored.values() for name in kept.names() if _matches(Path(name), which)]
+    return [kept.fetch(name) for kept, name in fitting[-1:]]
 
 
 def _ours(workspace: Workspace) -> re.Pattern[str]:
