@@ -1,16 +1,16 @@
 """Measures and checks the days of a table that another engine writes. Its rows stay where they are."""
 
 import datetime
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
 import pyarrow as pa
 
 from pipeline.data.profile import measure_days, profile_name, profiles, store, stored_rows
-from pipeline.errors import EmptyDatasetError
 from pipeline.extraction.checks import CheckResult, check
 from pipeline.extraction.config import ChecksConfig, IngestConfig, LabelColumns, Rule
+from pipeline.extraction.days import asked_days
 from pipeline.extraction.extract import IngestResult
 from pipeline.extraction.intake import DAYS_AT_ONCE, count_duplicates, days_before
 from pipeline.extraction.opening import MEMORY, Report
@@ -41,34 +41,34 @@ def adopt(
         table: The name that the table is read under.
         only: Days to check; empty means all.
         force: Also checks days that were checked before.
-        on_checked: Called with the result of the checks.
+        on_checked: Called with the result of the checks, also of a day that fails.
     Raises:
-        DataError: If a day fails a check. Nothing is recorded then.
-        EmptyDatasetError: If the table has no rows, or none of a day in `only`.
+        DataError: If a day fails a check. Statistics of earlier days, measured `DAYS_AT_ONCE` together, stay.
+        EmptyDatasetError: As `asked_days`.
     """
     snapshot = warehouse.current(table)
     rows, contents = warehouse.day_rows(snapshot), warehouse.day_contents(snapshot)
-    wanted = _select(rows, set(only), table)
+    wanted = sorted(asked_days(rows, only, f"table '{table}'", "source.table"))
     name = profile_name(table)
     known = warehouse.day_identities(name) if warehouse.has_table(name) else {}
     due = [day for day in wanted if config.profile and (force or known.get(day) != contents[day])]
     results: list[CheckResult] = []
-    with ScratchFolder("adopt-", warehouse.home / "tmp") as folder:
-        for start in range(0, len(due), DAYS_AT_ONCE):
-            group = due[start : start + DAYS_AT_ONCE]
-            measured, checked = _check(warehouse, snapshot, schema, config.checks, group, Path(folder))
-            results.append(checked)
-            if any(finding.outcome == "fail" for finding in checked.findings):
-                on_checked(checked)
-            checked.raise_failed("warn or off")
-            store(warehouse, table, measured, {day: contents[day] for day in group})
-            report("check", start + len(group), len(due))
-    merged = CheckResult(
-        days=tuple(day for one in results for day in one.days if day.outcome != "stored"),
-        findings=tuple(finding for one in results for finding in one.findings),
-    )
-    if merged.days:
-        on_checked(merged)
+    try:
+        with ScratchFolder("adopt-", warehouse.home / "tmp") as folder:
+            for start in range(0, len(due), DAYS_AT_ONCE):
+                group = due[start : start + DAYS_AT_ONCE]
+                measured, checked = _check(warehouse, snapshot, schema, config.checks, group, Path(folder))
+                results.append(checked)
+                checked.raise_failed("warn or off")
+                store(warehouse, table, measured, {day: contents[day] for day in group})
+                report("check", start + len(group), len(due))
+    finally:
+        merged = CheckResult(
+            days=tuple(day for one in results for day in one.days if day.outcome != "stored"),
+            findings=tuple(finding for one in results for finding in one.findings),
+        )
+        if merged.days:
+            on_checked(merged)
     return IngestResult(
         snapshot=snapshot,
         rows=sum(rows[day] for day in due),
@@ -83,18 +83,6 @@ def adopt(
     )
 
 
-def _select(rows: Mapping[datetime.date, int], only: Collection[datetime.date], table: str) -> list[datetime.date]:
-    if not rows:
-        raise EmptyDatasetError(f"table '{table}'", "at least one row", "none", "Check source.table.")
-    absent = sorted(set(only) - rows.keys())
-    if absent:
-        raise EmptyDatasetError(
-            f"day {absent[0]}", f"a day of table '{table}', {min(rows)} to {max(rows)}", "no row of it",
-            "Name another day.",
-        )  # fmt: skip
-    return [day for day in rows if not only or day in only]
-
-
 def _check(
     warehouse: Warehouse,
     snapshot: SnapshotRef,
@@ -106,8 +94,8 @@ def _check(
     """Returns the statistics of days, and the result of their checks."""
     verdicts = {rule: "fail" for rule in get_args(Rule) if config.outcome(rule) == "quarantine"}
     rules = config.model_copy(update=verdicts)
-    names = [name for name in warehouse.schema(snapshot).names if name != DAY]
-    maps = map_names(warehouse.schema(snapshot))
+    columns = warehouse.schema(snapshot)
+    names, maps = [name for name in columns.names if name != DAY], map_names(columns)
     earlier = days_before(warehouse, snapshot.table, days, rules.trailing_days)
     with connect([], folder, MEMORY) as connection:
         measured = measure_days(connection, warehouse, snapshot, days, number_columns(schema, names, (), maps))

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,18 +87,30 @@ def select_days(days: Sequence[SourceDay], only: Iterable[datetime.date]) -> lis
     Raises:
         EmptyDatasetError: If the source has no day at all, or lacks one of `only`.
     """
-    if not days:
-        raise EmptyDatasetError("source", "at least one row", "none", "Check source.path.")
+    asked = asked_days([day.day for day in days], only, "the source", "source.path")
+    return [day for day in days if day.day in asked]
+
+
+def asked_days(
+    known: Collection[datetime.date], only: Iterable[datetime.date], of: str, key: str
+) -> set[datetime.date]:
+    """Returns the days in `only`, or all days if it is empty.
+
+    Args:
+        of: What has the days, for errors.
+        key: Config key that names it.
+    Raises:
+        EmptyDatasetError: If there is no day at all, or one of `only` is absent.
+    """
+    if not known:
+        raise EmptyDatasetError(of.removeprefix("the "), "at least one row", "none", f"Check {key}.")
     asked = set(only)
-    absent = sorted(asked - {day.day for day in days})
+    absent = sorted(asked - set(known))
     if absent:
         raise EmptyDatasetError(
-            f"day {absent[0]}",
-            f"a day of the source, {days[0].day} to {days[-1].day}",
-            "no row of it",
-            "Name another day.",
+            f"day {absent[0]}", f"a day of {of}, {min(known)} to {max(known)}", "no row of it", "Name another day."
         )
-    return [day for day in days if not asked or day.day in asked]
+    return asked or set(known)
 
 
 def count_left_out(rows: OpenSource, days: Sequence[SourceDay]) -> list[SourceDay]:

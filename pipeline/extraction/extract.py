@@ -155,11 +155,10 @@ def extract(
         EmptyDatasetError: If there are no rows, a day in `only` has none, or there is no table because no day may be
             written.
     """
-    only = frozenset(only)
-    context = replace(context, only=only)
+    context = replace(context, only=frozenset(only))
     with open_source_rows(context, report, bool(config.order_by)) as rows:
         ingest = _Ingest(context, config, force, report, warn, rows, order_clause(rows, config.order_by))
-        plan = _plan_days(ingest, only)
+        plan = _plan_days(ingest)
         intake, checked = _check_days(ingest, plan)
         if checked.days:
             on_checked(checked)
@@ -175,11 +174,11 @@ def extract(
         return _result(ingest, plan, passed, broken, checked).model_copy(update={"backfilled": backfilled})
 
 
-def _plan_days(ingest: _Ingest, only: Iterable[datetime.date]) -> _Plan:
+def _plan_days(ingest: _Ingest) -> _Plan:
     """Sorts the days of the source by what the table has of them, and attributes outcomes to those that are due."""
     rows, context = ingest.rows, ingest.context
     days = survey(rows, context, ingest.config.order_by)
-    wanted = select_days(days, only)
+    wanted = select_days(days, context.only)
     _refuse_bad_days(rows, wanted, ingest.config.max_quarantined_share)
     stored = context.warehouse.written_days(context.table)
     written = {} if ingest.force else stored
