@@ -1,4 +1,4 @@
-"""Questions about Arrow types that come in a small and a large variant."""
+"""Questions about Arrow types, of which some come in a small and a large variant."""
 
 import pyarrow as pa
 
@@ -21,3 +21,37 @@ def is_list(kind: pa.DataType) -> bool:
         (True, False)
     """
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def is_same_type(old: pa.DataType, new: pa.DataType) -> bool:
+    """Tells whether two types are the same to Iceberg, which does not know large lists and strings.
+
+    Example:
+        >>> is_same_type(pa.list_(pa.string()), pa.large_list(pa.large_string()))
+        True
+    """
+    lists = [is_list(kind) for kind in (old, new)]
+    if any(lists):
+        return all(lists) and is_same_type(old.value_type, new.value_type)
+    if pa.types.is_map(old) and pa.types.is_map(new):
+        return is_same_type(old.key_type, new.key_type) and is_same_type(old.item_type, new.item_type)
+    texts = [is_text(kind) for kind in (old, new)]
+    return all(texts) or old == new
+
+
+def family_of(kind: pa.DataType) -> str:
+    """Returns the family of types that Iceberg can widen into each other (int to long, float to double).
+
+    Example:
+        >>> family_of(pa.list_(pa.int32())) == family_of(pa.large_list(pa.int64()))
+        True
+    """
+    if is_list(kind):
+        return f"list of {family_of(kind.value_type)}"
+    if pa.types.is_map(kind):
+        return f"map of {family_of(kind.key_type)} to {family_of(kind.item_type)}"
+    if pa.types.is_timestamp(kind):
+        return "timestamp with zone" if kind.tz else "timestamp"
+    if is_text(kind):
+        return "text"
+    return "integer" if pa.types.is_integer(kind) else "float" if pa.types.is_floating(kind) else str(kind)

@@ -22,7 +22,7 @@ from pyiceberg.table.update import SetPropertiesUpdate
 from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
 from pyiceberg.utils.config import Config
 
-from storage.arrow import is_list, is_text
+from storage.arrow import family_of, is_same_type
 from storage.config import NAME, WarehouseConfig, find_owner
 from storage.days import (
     CONTENTS,
@@ -507,8 +507,7 @@ class Warehouse:
 
     def filter_schema(self, reference: SnapshotRef) -> Schema:
         """Returns the columns that a filter can name."""
-        table = self.table(reference.table)
-        return schema_at(table, reference) if isinstance(table, ForeignTable) else table.schema()
+        return schema_at(self.table(reference.table), reference)
 
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
         """Counts the rows of each day at the snapshot, in order of the days.
@@ -657,11 +656,11 @@ def _refuse_stranger(table: Table, schema: pa.Schema) -> None:
 def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
     known = set(old.names)
     pairs = {name: (old.field(name).type, new.field(name).type) for name in new.names if name in known}
-    changed = {name: pair for name, pair in pairs.items() if _family(pair[0]) != _family(pair[1])}
+    changed = {name: pair for name, pair in pairs.items() if family_of(pair[0]) != family_of(pair[1])}
     if changed:
         raise StorageError(
-            f"columns of table '{table}'", ", ".join(f"{name} {_family(pair[0])}" for name, pair in changed.items()),
-            ", ".join(f"{name} {_family(pair[1])}" for name, pair in changed.items()),
+            f"columns of table '{table}'", ", ".join(f"{name} {family_of(pair[0])}" for name, pair in changed.items()),
+            ", ".join(f"{name} {family_of(pair[1])}" for name, pair in changed.items()),
             "The type of a column cannot change. Convert the source column, or write to a table of another name.",
         )  # fmt: skip
 
@@ -669,31 +668,7 @@ def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
 def _holds_all(old: pa.Schema, new: pa.Schema) -> bool:
     """Tells whether a table has all columns of a schema with their types."""
     known = {field.name: field.type for field in old}
-    return all(field.name in known and _is_same_type(known[field.name], field.type) for field in new)
-
-
-def _is_same_type(old: pa.DataType, new: pa.DataType) -> bool:
-    """Tells whether two types are the same to Iceberg, which does not know large lists and strings."""
-    lists = [is_list(kind) for kind in (old, new)]
-    if any(lists):
-        return all(lists) and _is_same_type(old.value_type, new.value_type)
-    if pa.types.is_map(old) and pa.types.is_map(new):
-        return _is_same_type(old.key_type, new.key_type) and _is_same_type(old.item_type, new.item_type)
-    texts = [is_text(kind) for kind in (old, new)]
-    return all(texts) or old == new
-
-
-def _family(kind: pa.DataType) -> str:
-    """Returns the family of types that Iceberg can widen into each other (int to long, float to double)."""
-    if is_list(kind):
-        return f"list of {_family(kind.value_type)}"
-    if pa.types.is_map(kind):
-        return f"map of {_family(kind.key_type)} to {_family(kind.item_type)}"
-    if pa.types.is_timestamp(kind):
-        return "timestamp with zone" if kind.tz else "timestamp"
-    if is_text(kind):
-        return "text"
-    return "integer" if pa.types.is_integer(kind) else "float" if pa.types.is_floating(kind) else str(kind)
+    return all(field.name in known and is_same_type(known[field.name], field.type) for field in new)
 
 
 class _RecordingIO(FileIO):

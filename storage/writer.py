@@ -96,11 +96,9 @@ class DataFileWriter:
         key = PartitionKey([PartitionFieldValue(self.spec.fields[0], day)], self.spec, self.schema)
         name = f"00000-{number}-{self.commit}{SUFFIX}"
         output = self.io.new_output(self.locations.new_data_location(name, key))
-        if self.order:
-            keys = [(name, way) for name, way in self.order if name in rows.schema.names]
-            rows = (
-                rows.take(pc.sort_indices(rows, sort_keys=keys)) if keys else rows
-            )  # stable: equal rows keep their order
+        keys = [(key, way) for key, way in self.order if key in rows.schema.names]
+        if keys:
+            rows = rows.take(pc.sort_indices(rows, sort_keys=keys))  # stable: equal rows keep their order
         with output.create(overwrite=True) as stream:
             metadata = write_parquet(stream, rows, self.layout)
         bound = to_bytes(DateType(), key.partition[0])

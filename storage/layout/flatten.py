@@ -9,12 +9,11 @@ import numpy as np
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table.refs import MAIN_BRANCH
 from pyiceberg.table.update import AssertRefSnapshotId
-from pyiceberg.types import MapType, NestedField
 
 from storage.errors import ConflictError, StorageError
-from storage.keys import SCORES, map_names
+from storage.keys import SCORES
 from storage.reader import SnapshotReader, SnapshotRef
-from storage.snapshot.maps import MapEntries, find_keys
+from storage.snapshot.maps import MapEntries, find_keys, map_fields
 from storage.warehouse import Warehouse
 
 MOST_COLUMNS = 20_000
@@ -25,9 +24,8 @@ FILES_AT_A_TIME = 8
 
 def flattened(warehouse: Warehouse, name: str) -> list[str]:
     """Returns the columns of a table without its maps."""
-    arrow = warehouse.table(name).schema().as_arrow()
-    maps = map_names(arrow)
-    return [column for column in arrow.names if column not in maps]
+    schema = warehouse.table(name).schema()
+    return [column for column in schema.as_arrow().names if column not in map_fields(schema)]
 
 
 def count_keys(
@@ -43,9 +41,8 @@ def count_keys(
     Raises:
         StorageError: If features are read from none of the maps, or their keys are too many for columns.
     """
-    table = warehouse.table(reference.table)
-    schema = table.schema()
-    maps = [field.name for field in schema.fields if _is_map(field)]
+    schema, there = warehouse.table(reference.table).schema(), warehouse.schema(reference).names
+    maps = map_fields(schema)
     for column in maps:
         if not find_keys(schema, [f"{column}_0"]):
             raise StorageError(
@@ -54,7 +51,7 @@ def count_keys(
                 f"{schema.find_type(column)}", "Split that column where it is written.",
             )  # fmt: skip
     counts: Counter[tuple[str, int]] = Counter()
-    reader = warehouse.reader(reference, [name for name in maps if name in warehouse.schema(reference).names])
+    reader = warehouse.reader(reference, [name for name in maps if name in there])
     fragments = reader.fragments(days) if reader.columns else []
     for done, fragment in enumerate(fragments):
         for batch in reader.batches(fragment):
@@ -104,7 +101,7 @@ def days_with_maps(warehouse: Warehouse, reference: SnapshotRef) -> list[datetim
     """Returns the days with a file that has a map."""
     table = warehouse.table(reference.table)
     reader = SnapshotReader(table, reference, [], None)
-    maps = {field.field_id for field in table.schema().fields if _is_map(field)}
+    maps = {field.field_id for field in map_fields(table.schema()).values()}
 
     def has_map(path: str) -> bool:
         with reader.open(path) as file:
@@ -123,7 +120,7 @@ def drop_maps(warehouse: Warehouse, name: str) -> list[str]:
         ConflictError: If another writer has just added files. The maps stay then.
     """
     reference, table = warehouse.current(name), warehouse.writable(name)
-    maps = [field.name for field in table.schema().fields if _is_map(field)]
+    maps = list(map_fields(table.schema()))
     left = days_with_maps(warehouse, reference) if maps else []
     try:
         if left:
@@ -139,7 +136,3 @@ def drop_maps(warehouse: Warehouse, name: str) -> list[str]:
             f"maps of table '{name}'", "no other writer meanwhile", "another one", "Run the command again."
         ) from error
     return maps
-
-
-def _is_map(field: NestedField) -> bool:
-    return isinstance(field.field_type, MapType)

@@ -19,7 +19,6 @@ from pyiceberg.schema import Schema
 from pyiceberg.transforms import DayTransform, HourTransform, IdentityTransform, VoidTransform
 from pyiceberg.types import (
     DateType,
-    IcebergType,
     IntegerType,
     LongType,
     NestedField,
@@ -54,7 +53,7 @@ class DayRule:
     """
 
     def __init__(self, name: str, schema: Schema, config: TableConfig | None) -> None:
-        self.name, self.config = name, config
+        self.name = name
         column = DAY if config is None else config.day_column
         field = next((field for field in schema.fields if field.name == column), None)
         kinds = (DateType,) if config is None else KINDS
@@ -113,7 +112,7 @@ class DayRule:
             return None
         try:
             first, last = (self._day_of_value(from_bytes(self.kind, bound)) for bound in bounds if bound is not None)
-        except (StorageError, ValueError):  # text that is cut short
+        except (StorageError, ValueError):  # text may be cut short
             return None
         return first if first == last else None
 
@@ -210,10 +209,7 @@ def days_filter(days: Iterable[datetime.date]) -> BooleanExpression:
 
 
 def _refuse_column(name: str, schema: Schema, column: str, config: TableConfig | None) -> NoReturn:
-    def show(kind: IcebergType) -> str:
-        return f"{kind}"
-
-    alike = [f"'{one.name}' {show(one.field_type)}" for one in schema.fields if one.name.lower() == column.lower()]
+    alike = [f"'{one.name}' {one.field_type}" for one in schema.fields if one.name.lower() == column.lower()]
     if config is None:
         raise StorageError(
             f"table '{name}'", f"a column `{DAY}` of type date", ", ".join(alike) or "no column of that name",

@@ -1,6 +1,6 @@
 """A table that another engine writes, read under a name of ours."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -59,7 +59,7 @@ def newest_snapshot(table: Table) -> Snapshot | None:
 
 
 class ForeignTables:
-    """Opens tables of other engines. Keeps their catalogs open.
+    """Opens tables of other engines. Remembers where they are, with their catalogs open.
 
     Args:
         tables: Name that a table is read under -> the table.
@@ -67,7 +67,7 @@ class ForeignTables:
 
     def __init__(self, tables: Mapping[str, TableConfig]) -> None:
         self._tables = tables
-        self._catalogs: dict[str, Catalog] = {}
+        self._places: dict[str, tuple[Catalog, str]] = {}
 
     def __contains__(self, alias: str) -> bool:
         return alias in self._tables
@@ -81,23 +81,26 @@ class ForeignTables:
         Raises:
             StorageError: If there is no such table.
         """
-        source, known = self._tables[alias], Config().get_known_catalogs()
-        first, _, rest = source.table.partition(".")
-        tries: list[tuple[Catalog, str]] = [(own, source.table)]
-        if "." in rest and first.lower() in known:
-            tries = [(self._open(first, lambda: load_catalog(first)), rest)]
-        elif "." in rest and isinstance(own, SqlCatalog):  # each catalog of a database sees its own tables alone
-            tries.append((self._open(first, lambda: SqlCatalog(first, **own.properties)), rest))
-        for catalog, name in tries:
+        source = self._tables[alias]
+        places = [self._places[alias]] if alias in self._places else _places(own, source.table)
+        for catalog, name in places:
             with suppress(NoSuchTableError, NoSuchNamespaceError, NoSuchIdentifierError):
-                return ForeignTable(catalog.load_table(name), alias, source)
+                found = ForeignTable(catalog.load_table(name), alias, source)
+                self._places[alias] = (catalog, name)
+                return found
+        known = ", ".join(Config().get_known_catalogs()) or "none"
         raise StorageError(
             f"table '{source.table}'", "a table of that catalog and namespace", "none of that name",
-            f"Correct the name. Catalogs in pyiceberg's own configuration: {', '.join(known) or 'none'}. Otherwise set "
-            "warehouse.catalog.",
+            f"Correct the name. Catalogs in pyiceberg's own configuration: {known}. Otherwise set warehouse.catalog.",
         )  # fmt: skip
 
-    def _open(self, name: str, make: Callable[[], Catalog]) -> Catalog:
-        if name not in self._catalogs:
-            self._catalogs[name] = make()
-        return self._catalogs[name]
+
+def _places(own: Catalog, table: str) -> Iterator[tuple[Catalog, str]]:
+    """Yields the catalogs that may have a table, and its name there."""
+    first, _, rest = table.partition(".")
+    if "." in rest and first.lower() in Config().get_known_catalogs():
+        yield load_catalog(first), rest
+        return
+    yield own, table
+    if "." in rest and isinstance(own, SqlCatalog):  # each catalog of a database sees its own tables alone
+        yield SqlCatalog(first, **own.properties), rest

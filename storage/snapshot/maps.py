@@ -36,9 +36,14 @@ class MapKey(NamedTuple):
     kind: IcebergType
 
 
+def map_fields(schema: Schema) -> dict[str, NestedField]:
+    """Returns the maps of a table by name."""
+    return {field.name: field for field in schema.fields if isinstance(field.field_type, MapType)}
+
+
 def find_keys(schema: Schema, names: Iterable[str]) -> dict[str, MapKey]:
     """Returns those of the names that are keys of a map. A stored column of the name may exist, too."""
-    maps = {field.name: field for field in schema.fields if isinstance(field.field_type, MapType)}
+    maps = map_fields(schema)
     found = {}
     for name in names if maps else ():
         parts = KEY.fullmatch(name)

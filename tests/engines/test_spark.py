@@ -1,5 +1,6 @@
 """Tables that Spark writes, changes and maintains, read by us, by Spark and by pyiceberg: the same rows of the same days."""
 
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ def rows(first: int = 0, end: int = 120) -> str:
 
 
 @pytest.fixture
-def name(request: pytest.FixtureRequest, spark: Spark) -> str:
+def name(spark: Spark) -> str:
     """A table name of the test's own."""
     spark.sql("CREATE NAMESPACE IF NOT EXISTS prod.logs")
-    return "t" + str(abs(hash(request.node.name)))[:12]
+    return f"t{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture

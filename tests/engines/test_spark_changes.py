@@ -1,6 +1,7 @@
 """Tables of ours that Spark reads, changes and maintains: nothing is doubled, lost or called what it is not."""
 
 import datetime
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ def own(spark: Spark, tmp_path: Path) -> Warehouse:
 
 
 @pytest.fixture
-def name(request: pytest.FixtureRequest, own: Warehouse) -> str:
+def name(own: Warehouse) -> str:
     """A table of three days that was written twice."""
-    found = "t" + str(abs(hash(request.node.name)))[:12]
+    found = f"t{uuid.uuid4().hex[:12]}"
     old = TABLE.set_column(2, "num", pa.array([-1.0] * 150))
     own.replace_days(found, dict.fromkeys(DAYS, "earlier"), old.schema, old.to_batches(), 150)
     own.replace_days(found, WRITTEN, TABLE.schema, TABLE.to_batches(), 150)
