@@ -58,8 +58,8 @@ class TableConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     day_zone: str = "UTC"
     """Time zone of the days of a timestamp with a zone, such as America/Los_Angeles."""
     date_format: tuple[str, ...] | None = None
-    """strptime formats of text and numbers in the day column. The first that fits a value counts. None: `2025-01-31` or
-    `20250131`."""
+    """strptime formats of text and numbers in the day column. The first that fits a value counts. None: ISO dates and
+    timestamps, or numbers such as 20250131. A timestamp with a zone has its day in `day_zone`."""
 
     @field_validator("table")
     @classmethod

@@ -1,6 +1,7 @@
 """Simple models on the same rows, to tell whether the trained one is worth its effort."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ MOST_CELLS = 20_000_000
 """Most values, rows times features, in memory."""
 FEW_IDS = 200
 """Features with up to this many ids are categories of boosting, of which scikit-learn takes 255."""
+MOST_ITERATIONS = 200
+"""Of the logistic regression."""
 NAMES: dict[BaselineName, str] = {
     "rate": "the mean rate",
     "logistic": "logistic regression",
@@ -36,6 +39,8 @@ class Baseline(BaseModel, frozen=True):
     rows: int
     """Training rows."""
     seconds: float
+    converged: bool = True
+    """Whether its fit ended by itself. Otherwise it could be a little better than it is here."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,19 +101,26 @@ def compare_baselines(
         train: Training rows, in memory.
         test: Reads the evaluation rows part by part.
     """
-    fitted: list[tuple[BaselineName, Callable[[Examples], Floats], float]] = []
+    fitted: list[tuple[BaselineName, Callable[[Examples], Floats], float, bool]] = []
     for name in names:
         began = time.monotonic()
-        fitted.append((name, FITS[name](train, seed), time.monotonic() - began))
+        with warnings.catch_warnings(record=True) as said:  # a page of advice to those who fit by hand
+            warnings.simplefilter("always")
+            predict = FITS[name](train, seed)
+        limits = [one for one in said if one.category.__name__ == "ConvergenceWarning"]
+        fitted.append((name, predict, time.monotonic() - began, not limits))
+        for one in said:
+            if one not in limits:
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     sums = [MetricSums() for _ in fitted]
     for part in filter(len, test()):
-        for (_, predict, _), one in zip(fitted, sums, strict=True):
-            one.add(part.labels, predict(part), weights=part.weights)
+        for (_, predict, *_), total in zip(fitted, sums, strict=True):
+            total.add(part.labels, predict(part), weights=part.weights)
     found = []
-    for (name, _, seconds), one in zip(fitted, sums, strict=True):
-        quality = one.quality()
+    for (name, _, seconds, converged), total in zip(fitted, sums, strict=True):
+        quality = total.quality()
         numbers = {key: getattr(quality, key) for key in ("ne", "auc", "logloss")}
-        found.append(Baseline(name=name, **numbers, rows=len(train), seconds=seconds))
+        found.append(Baseline(name=name, **numbers, rows=len(train), seconds=seconds, converged=converged))
     return found
 
 
@@ -154,7 +166,7 @@ def _fit_logistic(train: Examples, seed: int) -> Callable[[Examples], Floats]:
     def features(rows: Examples) -> Any:
         return hstack([csr_matrix(rows.dense), encoder.transform(rows.ids)], format="csr")
 
-    model = LogisticRegression(C=1.0, max_iter=200)
+    model = LogisticRegression(C=1.0, max_iter=MOST_ITERATIONS)
     model.fit(features(train), train.labels, sample_weight=train.weights)
     return lambda rows: model.predict_proba(features(rows))[:, 1]
 

@@ -1,7 +1,9 @@
 """Tells the day of rows, whoever wrote them: from a partition, from the bounds of a file, or row by row."""
 
 import datetime
+import re
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NoReturn
 from zoneinfo import ZoneInfo
@@ -34,8 +36,8 @@ from storage.errors import StorageError
 EPOCH = datetime.date(1970, 1, 1)
 DAY_ID = 2_147_483_000
 """Field id of the column `day` in tables that know a row's day by another column."""
-FORMATS = ("%Y-%m-%d", "%Y%m%d")
-"""Formats of days in text and numbers."""
+ISO_DAY = re.compile(r"\d{4}(-?)\d\d\1\d\d(?!\d)")
+"""Start of days and times in text, and of days in numbers, unless a format is given."""
 KINDS = (DateType, StringType, IntegerType, LongType, TimestampType, TimestamptzType)
 DayNumbers = npt.NDArray[np.int32]
 """Days since 1970-01-01."""
@@ -61,7 +63,7 @@ class DayRule:
             _refuse_column(name, schema, column, config)
         self.column, self.id, self.kind = column, field.field_id, field.field_type
         self._arrow = schema_to_pyarrow(Schema(field)).field(0).type
-        self._formats = FORMATS if config is None or not config.date_format else config.date_format
+        self._formats = () if config is None else config.date_format or ()
         self._zone = ZoneInfo("UTC" if config is None else config.day_zone)
         self.signature = f"{self.id} {self._zone.key} {' '.join(self._formats)}"
         """What decides the day of a row, in a text."""
@@ -181,14 +183,15 @@ class DayRule:
 
     def _parse_text(self, text: str) -> datetime.date:
         for form in self._formats:
-            try:
-                found = datetime.datetime.strptime(text, form)
-            except ValueError:
-                continue
-            if self._formats is not FORMATS or found.strftime(form) == text:  # 202511 is no day
-                return found.date()
+            with suppress(ValueError):
+                return datetime.datetime.strptime(text, form).date()
+        if not self._formats and ISO_DAY.match(text):
+            with suppress(ValueError):
+                found = datetime.datetime.fromisoformat(text)
+                return (found if found.tzinfo is None else found.astimezone(self._zone)).date()
         raise StorageError(
-            f"column '{self.column}' of table '{self.name}'", f"days of the form {' or '.join(self._formats)}",
+            f"column '{self.column}' of table '{self.name}'",
+            f"days of the form {' or '.join(self._formats) or '2025-01-31, 2025-01-31 10:00:00 or 20250131'}",
             f"'{text}'", "Set source.date_format.",
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from pipeline.data.joined.reader import joined_schema
 from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError
 from pipeline.evaluation.baselines import (
+    NAMES,
     Baseline,
     Examples,
     compare_baselines,
@@ -384,6 +385,9 @@ def report_baselines(workspace: Workspace, report: EvalReport, baselines: Sequen
     if sentence is not None:
         log = workspace.console.log
         (log.warning if loses(report.overall, baselines) else log.info)("%s", sentence)
+        for one in baselines:
+            if not one.converged:
+                log.info("%s reached its limit of iterations, so it could be a little better", NAMES[one.name])
 
 
 def download_scorer(

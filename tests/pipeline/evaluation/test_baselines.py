@@ -1,6 +1,7 @@
 """Simple models on rows of a known rule, and the sentence that compares a model with them."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -57,6 +58,18 @@ def test_rows_with_weight_count_so_often() -> None:
     share = twice[train.labels == 1].sum() / twice.sum()
     entropy = -(share * math.log(share) + (1 - share) * math.log(1 - share))
     assert rate.logloss == pytest.approx(entropy, rel=1e-6)
+
+
+@pytest.mark.parametrize(("most", "converged"), [(200, True), (1, False)])
+def test_a_fit_that_reaches_its_limit_is_noted_without_a_page_of_advice(
+    monkeypatch: pytest.MonkeyPatch, most: int, converged: bool
+) -> None:
+    monkeypatch.setattr(baselines, "MOST_ITERATIONS", most)
+    train, _ = examples(3_000, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = {one.name: one.converged for one in compare_baselines(("rate", "logistic"), train, lambda: [train], 1)}
+    assert found == {"rate": True, "logistic": converged}
 
 
 def test_a_model_that_loses_is_told() -> None:
