@@ -1,6 +1,7 @@
 """How commits, plans and reads of the warehouse grow with columns and days.
 
 python -m benchmarks.warehouse [--columns 200 1000 3000] [--days 10 100] [--rows 2000] [--json]
+python -m benchmarks.warehouse --both 3000 1000 [--rows 20]
 """
 
 import argparse
@@ -9,6 +10,7 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +21,17 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.machine import describe_machine, machine, say
+from pipeline.data.profile import measure_days, store
 from storage.config import WarehouseConfig
+from storage.query import connect
 from storage.warehouse import Warehouse
 
 FIRST = datetime.date(2024, 1, 1)
 PACKAGES = ("pyarrow", "pyiceberg")
 TABLE = "measured"
+DAYS_AT_ONCE = 20
+"""Days in a commit that only fills the table."""
+SAMPLE_SECONDS = 0.002
 
 
 def main(words: Sequence[str]) -> None:
@@ -32,10 +39,16 @@ def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--columns", type=int, nargs="+", default=[200, 1_000, 3_000])
     parser.add_argument("--days", type=int, nargs="+", default=[10, 100])
+    parser.add_argument("--both", type=int, nargs=2, metavar=("COLUMNS", "DAYS"), help="only one table of this size")
     parser.add_argument("--rows", type=int, default=2_000, help="rows of a day")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
+    if chosen.both:
+        size = at_size(*chosen.both, chosen.rows, chosen.rounds)
+        figures = {"both": chosen.both, "rows": chosen.rows, "seconds": size, "machine": machine(PACKAGES)}
+        print(json.dumps(figures) if chosen.json else as_size_table(figures))
+        return
     figures = {
         "columns": {n: by_columns(n, chosen.rows, chosen.rounds) for n in chosen.columns},
         "days": by_days(sorted(chosen.days), chosen.rounds),
@@ -75,6 +88,67 @@ def by_days(days: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
     return found
 
 
+def at_size(columns: int, days: int, rows: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Times the operations on a table of many columns and many days, and pyiceberg's part of them.
+
+    Returns:
+        Operation -> median seconds, and the share of them with a frame of pyiceberg on the stack.
+    """
+    with _warehouse() as warehouse, tempfile.TemporaryDirectory(prefix="dlrm-warehouse-") as folder:
+        write, write_days = _writer(warehouse, columns, rows), _writer(warehouse, columns, rows, DAYS_AT_ONCE)
+        for first in range(0, days, DAYS_AT_ONCE):
+            write_days(first)
+            say(f"{first + DAYS_AT_ONCE} days")
+        reference = warehouse.current(TABLE)
+        names = [f"c{i}" for i in range(0, columns, 10)]
+
+        def measure(day: int) -> None:
+            with connect([], Path(folder), "1GB") as connection:
+                one = FIRST + datetime.timedelta(days=day)
+                store(warehouse, TABLE, measure_days(connection, warehouse, reference, [one]), {one: "i"})
+
+        operations: dict[str, Callable[[int], object]] = {
+            "commit of a new day": lambda i: write(days + i),
+            "commit of the same day": write,
+            "open the table": lambda _: warehouse.current(TABLE),
+            "plan of all days": lambda _: warehouse.reader(reference, names).fragments(None),
+            "plan of one day": lambda _: warehouse.reader(reference, names).fragments([FIRST]),
+            "list of written days": lambda _: warehouse.written_days(TABLE),
+            "statistics of a day": measure,
+        }
+        found = {}
+        for what, work in operations.items():
+            with _pyiceberg_share() as share:
+                seconds = _median(rounds, work)
+            found[what] = {"seconds": seconds, "pyiceberg": share()}
+            say(f"{what}: {found[what]}")
+    return found
+
+
+@contextmanager
+def _pyiceberg_share() -> Iterator[Callable[[], float]]:
+    """Samples this thread's stack. Yields a function that returns in what share of the samples pyiceberg was on it."""
+    counts, done, thread = [0, 0], threading.Event(), threading.get_ident()
+
+    def sample() -> None:
+        while not done.wait(SAMPLE_SECONDS):
+            frame = sys._current_frames().get(thread)
+            counts[0] += 1
+            while frame is not None:
+                if "/pyiceberg/" in frame.f_code.co_filename:
+                    counts[1] += 1
+                    break
+                frame = frame.f_back
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        yield lambda: round(counts[1] / max(1, counts[0]), 2)
+    finally:
+        done.set()
+        sampler.join()
+
+
 def _reading(warehouse: Warehouse, names: list[str], rounds: int) -> dict[str, float]:
     """Times a plan of all days, a plan of one, a read of a tenth of a day's columns, and a list of written days."""
     reference = warehouse.current(TABLE)
@@ -98,8 +172,8 @@ def _warehouse() -> Iterator[Warehouse]:
         yield Warehouse(WarehouseConfig(), Path(folder))
 
 
-def _writer(warehouse: Warehouse, columns: int, rows: int) -> Callable[[int], object]:
-    """Returns a function that writes a day by number: half numbers, half lists of three ids."""
+def _writer(warehouse: Warehouse, columns: int, rows: int, days: int = 1) -> Callable[[int], object]:
+    """Returns a function that writes a day by number, and those after it: half numbers, half lists of three ids."""
     draw = np.random.default_rng(1)
     offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * 3)
     arrays: dict[str, pa.Array] = {}
@@ -108,9 +182,9 @@ def _writer(warehouse: Warehouse, columns: int, rows: int) -> Callable[[int], ob
         arrays[f"c{i}"] = pa.array(draw.random(rows).round(2)) if i % 2 else pa.ListArray.from_arrays(offsets, ids)
 
     def write(number: int) -> object:
-        day = FIRST + datetime.timedelta(days=number)
-        batch = pa.record_batch({"day": pa.array([day] * rows, pa.date32()), **arrays})
-        return warehouse.replace_days(TABLE, {day: "i"}, batch.schema, [batch], rows)
+        written = [FIRST + datetime.timedelta(days=number + i) for i in range(days)]
+        batches = [pa.record_batch({"day": pa.array([day] * rows, pa.date32()), **arrays}) for day in written]
+        return warehouse.replace_days(TABLE, dict.fromkeys(written, "i"), batches[0].schema, batches, rows * days)
 
     return write
 
@@ -122,6 +196,14 @@ def _median(rounds: int, work: Callable[[int], object]) -> float:
         work(i)
         seconds.append(time.perf_counter() - began)
     return round(statistics.median(seconds), 4)
+
+
+def as_size_table(figures: dict[str, Any]) -> str:
+    """Formats the figures of `at_size` as a Markdown table."""
+    columns, days = figures["both"]
+    rows = [f"| {what} | {one['seconds']:.3f} | {one['pyiceberg']:.0%} |" for what, one in figures["seconds"].items()]
+    head = f"| {columns:,} columns, {days:,} days | seconds | in pyiceberg |"
+    return "\n".join([head, "|---|---|---|", *rows, "", describe_machine(figures["machine"])])
 
 
 def as_text(figures: dict[str, Any]) -> str:

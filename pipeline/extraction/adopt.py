@@ -9,11 +9,11 @@ import pyarrow as pa
 
 from pipeline.data.profile import measure_days, profile_name, profiles, store, stored_rows
 from pipeline.extraction.checks import CheckResult, check
-from pipeline.extraction.config import ChecksConfig, IngestConfig, LabelColumns, Rule
+from pipeline.extraction.config import IngestConfig, LabelColumns, Rule
 from pipeline.extraction.days import asked_days
 from pipeline.extraction.extract import IngestResult
 from pipeline.extraction.intake import DAYS_AT_ONCE, count_duplicates, days_before
-from pipeline.extraction.opening import MEMORY, Report
+from pipeline.extraction.opening import Report, duckdb_limits
 from pipeline.extraction.samples import number_columns
 from pipeline.transforms.schema import FeatureSchema
 from storage.keys import map_names
@@ -57,7 +57,7 @@ def adopt(
         with ScratchFolder("adopt-", warehouse.home / "tmp") as folder:
             for start in range(0, len(due), DAYS_AT_ONCE):
                 group = due[start : start + DAYS_AT_ONCE]
-                measured, checked = _check(warehouse, snapshot, schema, config.checks, group, Path(folder))
+                measured, checked = _check(warehouse, snapshot, schema, config, group, Path(folder))
                 results.append(checked)
                 checked.raise_failed("warn or off")
                 store(warehouse, table, measured, {day: contents[day] for day in group})
@@ -87,17 +87,17 @@ def _check(
     warehouse: Warehouse,
     snapshot: SnapshotRef,
     schema: FeatureSchema | LabelColumns,
-    config: ChecksConfig,
+    config: IngestConfig,
     days: Sequence[datetime.date],
     folder: Path,
 ) -> tuple[pa.Table, CheckResult]:
     """Returns the statistics of days, and the result of their checks."""
-    verdicts = {rule: "fail" for rule in get_args(Rule) if config.outcome(rule) == "quarantine"}
-    rules = config.model_copy(update=verdicts)
+    verdicts = {rule: "fail" for rule in get_args(Rule) if config.checks.outcome(rule) == "quarantine"}
+    rules = config.checks.model_copy(update=verdicts)
     columns = warehouse.schema(snapshot)
     names, maps = [name for name in columns.names if name != DAY], map_names(columns)
     earlier = days_before(warehouse, snapshot.table, days, rules.trailing_days)
-    with connect([], folder, MEMORY) as connection:
+    with connect([], folder, **duckdb_limits(config.memory_bytes)) as connection:
         measured = measure_days(connection, warehouse, snapshot, days, number_columns(schema, names, (), maps))
         duplicates = {}
         if rules.key is not None and rules.duplicates != "off":

@@ -333,6 +333,9 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Columns to sort a day's rows by, such as a session and a time. Empty: rows are not sorted."""
     profile: bool = True
     """Measure new days before they are written. The checks need it."""
+    memory_bytes: PositiveInt | None = None
+    """Memory of DuckDB for joins, sorts and statistics. Beyond it, DuckDB spills to disk. None: a quarter of the
+    machine's memory."""
     checks: ChecksConfig = ChecksConfig()
 
 

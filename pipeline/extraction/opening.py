@@ -3,12 +3,14 @@
 import datetime
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -30,8 +32,10 @@ from storage.reader import DAY
 from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
 
-MEMORY = "512MB"
-"""Memory limit of DuckDB. Larger joins and sorts spill to disk."""
+MEMORY = "25%"
+"""Share of the machine's memory that DuckDB may use. Larger joins and sorts spill to disk."""
+THREAD_BYTES = 128 << 20
+"""Memory that each of DuckDB's threads needs at least."""
 
 Report = Callable[[str, int, int], None]
 """Called with (what, done, total) while rows are generated or written."""
@@ -53,6 +57,8 @@ class SourceContext:
     """Folder that the generator writes its logs into."""
     only: frozenset[datetime.date] = frozenset()
     """Days that are asked for. Empty: all. Files whose path names another day are then not opened."""
+    memory_bytes: int | None = None
+    """`ingest.memory_bytes`."""
 
     @property
     def outcome_columns(self) -> list[str]:
@@ -151,7 +157,7 @@ def open_raw_rows(
     files, outcomes = _find_files(context, report)
     lookups = [(lookup, context.find(lookup.path, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
-    with _connection([*files, *outcomes, *sides], context.warehouse) as connection:
+    with _connection([*files, *outcomes, *sides], context) as connection:
         numbered = bool(lookups or source.outcomes or numbered)
         times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
         formats = source.date_format or ()
@@ -184,16 +190,29 @@ def open_samples(context: SourceContext) -> Iterator[tuple[duckdb.DuckDBPyConnec
         yield rows.connection, rows.create_good_view("true")
 
 
+def duckdb_limits(memory_bytes: int | None) -> dict[str, Any]:
+    """Returns the memory and the threads of an ingest's DuckDB, as arguments of `connect`.
+
+    Args:
+        memory_bytes: `ingest.memory_bytes`.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if memory_bytes is None:
+        return {"memory_limit": MEMORY, "threads": cores}
+    return {"memory_limit": f"{memory_bytes}B", "threads": max(1, min(cores, memory_bytes // THREAD_BYTES))}
+
+
 @contextmanager
-def _connection(files: Sequence[SourceFile], warehouse: Warehouse) -> Iterator[duckdb.DuckDBPyConnection]:
+def _connection(files: Sequence[SourceFile], context: SourceContext) -> Iterator[duckdb.DuckDBPyConnection]:
     """Connects to DuckDB with a temporary folder of its own, and turns its errors about rows into ours."""
+    warehouse, limits = context.warehouse, duckdb_limits(context.memory_bytes)
     local = [path for path in files if isinstance(path, Path)]
     objects = [path for path in files if isinstance(path, ObjectFile)]
     readable = [*local, *(Path(as_pattern(path)) for path in local)]
     addresses = [*map(str, objects), *map(as_pattern, objects)]
     with (
         ScratchFolder("ingest-", warehouse.home / "tmp") as folder,
-        connect(readable, Path(folder), MEMORY, objects=addresses, properties=warehouse.config.catalog) as connection,
+        connect(readable, Path(folder), **limits, objects=addresses, properties=warehouse.config.catalog) as connection,
     ):
         try:
             yield connection
@@ -208,8 +227,8 @@ def _connection(files: Sequence[SourceFile], warehouse: Warehouse) -> Iterator[d
                 raise DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.") from error
             if isinstance(error, duckdb.OutOfMemoryException):
                 raise DataError(
-                    "memory of the ingest", f"at most {MEMORY} at a time", first_line(error),
-                    "Ingest fewer days at once.",
+                    "memory of the ingest", f"at most {limits['memory_limit']} at a time", first_line(error),
+                    "Raise ingest.memory_bytes, or ingest fewer days at once.",
                 ) from error  # fmt: skip
             raise DataError("rows of the source", "readable values", first_line(error), "Correct the files.") from error
 

@@ -43,3 +43,11 @@ def test_commits_plans_and_reads(capfd: pytest.CaptureFixture[str]) -> None:
     assert list(figures["days"]) == ["2", "3"]
     assert min(figures["days"]["3"].values()) > 0
     assert "| days |" in warehouse.as_text(figures)
+
+
+def test_many_columns_and_days(capfd: pytest.CaptureFixture[str]) -> None:
+    warehouse.main(["--both", "12", "20", "--json", "--rows", "10", "--rounds", "1"])
+    figures = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert len(figures["seconds"]) == 7
+    assert all(one["seconds"] > 0 and 0 <= one["pyiceberg"] <= 1 for one in figures["seconds"].values())
+    assert "| plan of one day |" in warehouse.as_size_table(figures)

@@ -40,7 +40,10 @@ def enrich(workspace: Workspace, start: datetime.date | None, end: datetime.date
 def make_source_context(workspace: Workspace) -> SourceContext:
     """Returns the run's source with all that reading it needs."""
     config, logs = workspace.config, workspace.home / "logs"
-    return SourceContext(config.source, config.features, workspace.warehouse, config.name, ROOT, logs)
+    return SourceContext(
+        config.source, config.features, workspace.warehouse, config.name, ROOT, logs,
+        memory_bytes=config.ingest.memory_bytes,
+    )  # fmt: skip
 
 
 def write_days(

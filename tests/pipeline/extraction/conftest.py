@@ -45,8 +45,9 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         hashed = [{"kind": "sigrid_hash", "size": 100}]
         schema = FeatureSchema.model_validate({**groups, "sparse": [{"columns": list(sparse), "transforms": hashed}]})
         settings = SourceConfig.model_validate(source)
-        context = SourceContext(settings, schema, into, "events", tmp_path, tmp_path / "logs")
-        return extract(context, IngestConfig(**config), only, force, warn=warn)
+        wanted, logs = IngestConfig(**config), tmp_path / "logs"
+        context = SourceContext(settings, schema, into, "events", tmp_path, logs, memory_bytes=wanted.memory_bytes)
+        return extract(context, wanted, only, force, warn=warn)
 
     return run
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import psutil
 import pyarrow as pa
 import pytest
 from pyiceberg.expressions import EqualTo
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.extraction.config import SourceConfig
+from pipeline.extraction.config import LabelColumns, SourceConfig
+from pipeline.extraction.opening import SourceContext, open_source_rows
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.warehouse import Warehouse
@@ -407,7 +409,8 @@ schema = FeatureSchema.model_validate({
     "dense": [{"columns": ["num_*"]}], "sparse": [{"columns": ["cat_*", "list_*"], "transforms": hashed}],
 })
 warehouse = Warehouse(WarehouseConfig(), folder / "home")
-result = extract(SourceContext(source, schema, warehouse, "events", folder, folder / "logs"), IngestConfig())
+context = SourceContext(source, schema, warehouse, "events", folder, folder / "logs", memory_bytes=512 << 20)
+result = extract(context, IngestConfig())
 print(result.rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
@@ -425,6 +428,33 @@ def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     small, large = rows_and_peak(80_000), rows_and_peak(240_000)
     assert (small[0], large[0]) == (240_000, 720_000)
     assert large[1] < 1.4 * small[1]
+
+
+@pytest.mark.parametrize("size", [None, 300 << 20])
+def test_duckdb_has_a_quarter_of_the_memory_or_what_the_config_says(
+    tmp_path: Path, put: Any, warehouse: Warehouse, size: int | None
+) -> None:
+    put("rows.parquet", user=[1], label=[0])
+    source = SourceConfig.model_validate(FIXED)
+    context = SourceContext(source, LabelColumns(), warehouse, "events", tmp_path, tmp_path / "logs", memory_bytes=size)
+    with open_source_rows(context) as rows:
+        [(memory, threads)] = rows.connection.sql(
+            "SELECT current_setting('memory_limit'), current_setting('threads')"
+        ).fetchall()
+    cores = len(os.sched_getaffinity(0))
+    if size is not None:
+        assert (memory, threads) == ("300.0 MiB", min(2, cores))
+    else:
+        units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+        number, unit = memory.split()
+        assert float(number) * units[unit] == pytest.approx(psutil.virtual_memory().total / 4, rel=0.05)
+        assert threads == cores
+
+
+def test_too_little_memory_names_the_key(ingest: Any, put: Any) -> None:
+    put("rows.parquet", user=list(range(50_000)), label=[0, 1] * 25_000)
+    with pytest.raises(DataError, match=r"at most 1000000B at a time.* Raise ingest\.memory_bytes"):
+        ingest(FIXED, memory_bytes=1_000_000)
 
 
 def test_lists_of_floats_are_measured_and_checked(ingest: Any, put: Any, warehouse: Warehouse) -> None:
