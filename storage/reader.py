@@ -1,8 +1,10 @@
 """Reads a pinned snapshot one row group at a time."""
 
+import copy
 import datetime
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +24,28 @@ from storage.errors import CorruptFileError, StorageError, closest_names
 from storage.footer import SUFFIX
 from storage.layout.spec import Layout
 from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
-from storage.snapshot.files import DayFile, data_files, refuse_format, rewrite_call, rule_of, schema_at, snapshot_at
+from storage.snapshot.files import (
+    FILES_AT_A_TIME,
+    DayFile,
+    data_files,
+    refuse_format,
+    rewrite_call,
+    rule_of,
+    schema_at,
+    snapshot_at,
+)
 from storage.snapshot.files import SnapshotRef as SnapshotRef
 from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
 from storage.snapshot.maps import MapEntries, add_keys, find_keys
-from storage.snapshot.parquet import READ_OPTIONS, StoredColumns, corrupt, local_path, open_parquet, reading
+from storage.snapshot.parquet import (
+    READ_OPTIONS,
+    StoredColumns,
+    corrupt,
+    local_path,
+    open_parquet,
+    read_metadata,
+    reading,
+)
 
 READ_ROWS = 8_192
 """Rows decoded at a time."""
@@ -111,14 +130,18 @@ class SnapshotReader:
         wanted = None if days is None else frozenset(days)
         found: list[Fragment] = []
         planned = data_files(self.table, self.reference, wanted, self.row_filter, self._cache)
-        for one in sorted(planned, key=_file_order):
+        files = sorted(planned, key=_file_order)
+        for one in files:
             refuse_format(self.table, one.file)
+        footers = self._read_footers([one.file.file_path for one in files])
+        for one, footer in zip(files, footers, strict=True):
             path, rows = one.file.file_path, one.file.record_count
-            file = self.open(path)
-            if file.metadata.num_rows != rows:
-                raise self._corrupt(path, f"{file.metadata.num_rows} of {rows} rows")
-            self._refuse_constants(path, one.constants - self.stored_columns(file, path).keys())
-            starts = _row_group_starts(file.metadata)
+            if footer.num_rows != rows:
+                raise self._corrupt(path, f"{footer.num_rows} of {rows} rows")
+            if one.constants or not path.endswith(SUFFIX):
+                stored = self.stored_columns(footer.schema.to_arrow_schema(), path)
+                self._refuse_constants(path, one.constants - stored.keys())
+            starts = _row_group_starts(footer)
             gone = self._left_out.positions(one.rows)
             if len(gone) and not 0 <= gone[0] <= gone[-1] < rows:
                 raise self._corrupt(path, f"{rows} rows and deletes of rows {gone[0]} to {gone[-1]}")
@@ -137,10 +160,21 @@ class SnapshotReader:
                 f"{rewrite_call(self.table, 'rewrite-all', 'true')}.",
             )  # fmt: skip
 
-    def stored_columns(self, file: pq.ParquetFile, path: str) -> dict[int, str]:
+    def stored_columns(self, schema: pa.Schema, path: str) -> dict[int, str]:
         """Returns field id -> name of each column in a data file. Raises as `StoredColumns.of`."""
         with self._reading(path):
-            return self._stored.of(file, path)
+            return self._stored.of(schema, path)
+
+    def narrow(self, columns: Sequence[str]) -> "SnapshotReader":
+        """Returns a reader of some of the columns, for the same fragments. It counts its own reads."""
+        made = copy.copy(self)
+        made.columns = list(columns)
+        needed = {*columns, *(self._ids.keys() - set(self.columns))}
+        for part in ("_ids", "_types", "_defaults", "_keys"):
+            whole = getattr(self, part)
+            setattr(made, part, {name: value for name, value in whole.items() if name in needed})
+        made.bytes_read, made.bytes_stored, made.reads = 0, 0, 0
+        return made
 
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""
@@ -161,7 +195,7 @@ class SnapshotReader:
             CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
         file = self.open(fragment.path)
-        stored = self.stored_columns(file, fragment.path)
+        stored = self.stored_columns(file.schema_arrow, fragment.path)
         rows = 0
         first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
         gone = self._left_out.positions(fragment.of_file)
@@ -235,9 +269,26 @@ class SnapshotReader:
         Raises:
             CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
+        with self._finding(path):
+            return open_parquet(self.table.io, path)
+
+    def _read_footers(self, paths: Sequence[str]) -> list[pq.FileMetaData]:
+        """Reads the footers of data files, those of an object store concurrently: each takes some round trips."""
+        if all(local_path(path) is not None for path in paths):
+            return list(map(self._read_footer, paths))  # threads would only wait for the interpreter's lock
+        with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
+            return list(pool.map(self._read_footer, paths))
+
+    def _read_footer(self, path: str) -> pq.FileMetaData:
+        """Reads the footer of a data file alone. Raises as `open`."""
+        with self._finding(path):
+            return read_metadata(self.table.io, path)
+
+    @contextmanager
+    def _finding(self, path: str) -> Iterator[None]:
         with self._reading(path):
             try:
-                return open_parquet(self.table.io, path)
+                yield
             except FileNotFoundError:
                 snapshot_at(self.table.refresh(), self.reference)
                 raise

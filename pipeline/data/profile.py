@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from pipeline.data.columns import TRAILING_DAYS
 from storage.query import column_types, quote
-from storage.reader import DAY, SnapshotRef
+from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
 
 PROFILE = "profile"
@@ -19,8 +19,6 @@ BUCKETS = 16
 AT_A_TIME = 200
 """Sketches in memory, days times columns. More columns take several passes over the rows.
 Each sketch takes up to 300 kB, which DuckDB cannot spill."""
-COLUMNS_AT_A_TIME = 50
-"""Columns per pass, since each costs memory even with few days."""
 SCHEMA = pa.schema(
     {
         DAY: pa.date32(),
@@ -111,10 +109,9 @@ def measure_days(
     """Measures days that are already written, as `measure` does."""
     stored = warehouse.day_rows(snapshot)
     counts = {day: stored[day] for day in days if day in stored}
-    names = [name for name in warehouse.schema(snapshot).names if name != DAY]
-    types = types_of(connection, warehouse.reader(snapshot, names).empty())
-    rows = stored_rows(connection, warehouse, snapshot, counts)
-    return measure_columns(connection, rows, types, counts, numbers)
+    reader = warehouse.reader(snapshot, warehouse.schema(snapshot).names)
+    types = types_of(connection, reader.empty().drop_columns([DAY]))
+    return measure_columns(connection, stored_rows(connection, reader, counts), types, counts, numbers)
 
 
 def rows_of(connection: duckdb.DuckDBPyConnection, view: str) -> dict[datetime.date, int]:
@@ -132,15 +129,18 @@ Rows = Callable[[Collection[str]], str]
 """Columns -> an SQL relation with them and `day`, to be read once."""
 
 
-def stored_rows(
-    connection: duckdb.DuckDBPyConnection, warehouse: Warehouse, snapshot: SnapshotRef, days: Collection[datetime.date]
-) -> Rows:
-    """Returns days of a table as relations. Columns are read by field id: a name may once have meant another column."""
+def stored_rows(connection: duckdb.DuckDBPyConnection, reader: SnapshotReader, days: Collection[datetime.date]) -> Rows:
+    """Returns days of a table as relations. Columns are read by field id: a name may once have meant another column.
+
+    Args:
+        reader: Of all columns that relations may have, and of `day`.
+    """
+    fragments = reader.fragments(days)
 
     def rows(needed: Collection[str]) -> str:
-        reader = warehouse.reader(snapshot, [DAY, *needed])
-        batches = (batch for fragment in reader.fragments(days) for batch in reader.batches(fragment))
-        connection.register("stored_rows", pa.RecordBatchReader.from_batches(reader.empty().schema, batches))
+        part = reader.narrow([DAY, *needed])
+        batches = (batch for fragment in fragments for batch in part.batches(fragment))
+        connection.register("stored_rows", pa.RecordBatchReader.from_batches(part.empty().schema, batches))
         return "stored_rows"
 
     return rows
@@ -191,48 +191,89 @@ def measure_columns(
         counts: Day -> its rows.
     """
     kinds = {name: _kind(kind, name in numbers) for name, kind in columns.items()}
-    found: list[Row] = []
-    for names in _groups([name for name in columns if not columns[name].endswith("[]")], len(counts)):
-        parts = {name: _plain_parts(name, columns[name], kinds[name]) for name in names}
-        found += _rows(connection, _query(rows(names), parts), names)
-    for names in _groups([name for name in columns if columns[name].endswith("[]")], len(counts)):
-        lengths = _rows(connection, _query(rows(names), {name: _length_parts(name) for name in names}), names)
-        found += [row | _length_statistics(row.pop("lengths") or {}) for row in lengths]
-    known = {(row[DAY], row["column"]): row for row in found}
+    lists = [name for name in columns if columns[name].endswith("[]")]
+    found: dict[tuple[datetime.date, str], Row] = {}
+
+    def measure_group(names: list[str], query: str, statistics: Sequence[str]) -> None:
+        for day, number, *values in connection.sql(query).fetchall():
+            found.setdefault((day, names[number]), {}).update(zip(statistics, values, strict=True))
+
+    for what in ("number", "id", "text"):
+        for names in _groups([name for name in columns if kinds[name] == what], len(counts)):
+            measure_group(names, _value_query(rows(names), names, what), VALUE_STATISTICS)
+    for names in _groups([name for name in columns if kinds[name] == "other" and name not in lists], len(counts)):
+        for day, *values in connection.sql(_other_query(rows(names), names)).fetchall():
+            counted = zip(names, values[::2], values[1::2], strict=True)
+            found |= {(day, name): {"present": present, "distinct": distinct} for name, present, distinct in counted}
+    for names in _groups(lists, len(counts)):
+        measure_group(names, _length_query(rows(names), names), ["lengths"])
+    for row in found.values():
+        row |= _length_statistics(row.pop("lengths") or {}) if "lengths" in row else {}
     for text in (False, True):  # one pass handles items of one type
-        lists = [name for name in columns if kinds[name] == "ids" and columns[name].startswith("VARCHAR") == text]
-        for names in _groups(lists, len(counts)):
-            for day, number, distinct, buckets in connection.sql(_item_query(rows(names), names, text)).fetchall():
-                known[day, names[number]] |= {"distinct": distinct, "histogram": buckets}
-    for row in found:
-        row |= {"kind": kinds[row["column"]], "rows": counts[row[DAY]], "histogram": _counts(row.get("histogram"))}
-    return pa.Table.from_pylist(found, SCHEMA).sort_by([(DAY, "ascending"), ("column", "ascending")])
+        of_type = [name for name in lists if kinds[name] == "ids" and columns[name].startswith("VARCHAR") == text]
+        for names in _groups(of_type, len(counts)):
+            measure_group(names, _item_query(rows(names), names, text), ["distinct", "histogram"])
+    measured = [
+        {DAY: day, "column": name, **row, "kind": kinds[name], "rows": counts[day]}
+        | {"histogram": _counts(row.get("histogram"))}
+        for (day, name), row in found.items()
+    ]
+    return pa.Table.from_pylist(measured, SCHEMA).sort_by([(DAY, "ascending"), ("column", "ascending")])
 
 
 def _groups(columns: list[str], days: int) -> Iterator[list[str]]:
     """Splits columns into groups that are measured in one pass."""
-    size = max(1, min(COLUMNS_AT_A_TIME, AT_A_TIME // max(1, days)))
+    size = max(1, AT_A_TIME // max(1, days))
     return (columns[start : start + size] for start in range(0, len(columns), size))
 
 
-Parts = dict[str, str]
-"""Name of a statistic -> SQL of its aggregate."""
+VALUE_STATISTICS = ("present", "distinct", "mean", "deviation", "minimum", "maximum", "histogram")
+"""What `_value_query` returns after day and number."""
 
 
-def _query(source: str, parts: Mapping[str, Parts]) -> str:
-    """Builds a query that returns one row per day with a struct of statistics for each column."""
-    structs = [
-        "{" + ", ".join(f"'{name}': {aggregate}" for name, aggregate in one.items()) + "}" for one in parts.values()
-    ]
-    return f"SELECT {DAY}, {', '.join(structs)} FROM {source} GROUP BY {DAY}"
+def _stacked(source: str, names: Sequence[str], values: Sequence[str]) -> str:
+    """Returns SQL for one row per row and column: its day, the column's number and a value.
+
+    Aggregates of values by number are planned once, those of fifty columns fifty times: on a small day, that took
+    forty times as long.
+    """
+    return (
+        f"SELECT {DAY}, unnest([{', '.join(map(str, range(len(names))))}]) AS number,"
+        f" unnest([{', '.join(values)}]) AS value FROM {source}"
+    )
 
 
-def _rows(connection: duckdb.DuckDBPyConnection, query: str, names: Sequence[str]) -> list[Row]:
-    return [
-        {DAY: day, "column": name} | statistics
-        for day, *columns in connection.sql(query).fetchall()
-        for name, statistics in zip(names, columns, strict=True)
-    ]
+def _value_query(source: str, names: Sequence[str], what: str) -> str:
+    """Builds a query for rows of (day, column number, statistics) of columns of one kind, which are no lists."""
+    kind = {"number": "DOUBLE", "id": "BIGINT", "text": "VARCHAR"}[what]
+    present, finite, bucket = "value", "NULL::DOUBLE", _text_bucket("value")
+    if what == "number":
+        present, finite = (
+            "CASE WHEN NOT isnan(value) THEN value END",
+            f"CASE WHEN abs(value) < {_LARGEST} THEN value END",
+        )
+        bucket = _number_bucket(finite)
+    elif what == "id":
+        finite, bucket = "value::DOUBLE", _id_bucket("value")
+    below = _stacked(source, names, [f"CAST({quote(name)} AS {kind})" for name in names])
+    return (
+        f"SELECT {DAY}, number, count(present), approx_count_distinct(present), avg(finite), stddev_pop(finite),"
+        " min(finite), max(finite), histogram(bucket)"
+        f" FROM (SELECT {DAY}, number, {present} AS present, {finite} AS finite, {bucket} AS bucket FROM ({below}))"
+        f" GROUP BY {DAY}, number"
+    )
+
+
+def _other_query(source: str, names: Sequence[str]) -> str:
+    """Builds a query for rows of day, and for each column the number of values and of distinct ones."""
+    parts = [f"count({column}), approx_count_distinct({column})" for column in map(quote, names)]
+    return f"SELECT {DAY}, {', '.join(parts)} FROM {source} GROUP BY {DAY}"
+
+
+def _length_query(source: str, names: Sequence[str]) -> str:
+    """Builds a query for rows of (day, column number, histogram of the lengths) of columns of lists."""
+    below = _stacked(source, names, [f"len({quote(name)})" for name in names])
+    return f"SELECT {DAY}, number, histogram(value) FROM ({below}) GROUP BY {DAY}, number"
 
 
 def _kind(kind: str, number: bool) -> str:
@@ -243,21 +284,6 @@ def _kind(kind: str, number: bool) -> str:
     if kind.removesuffix("[]") in (*_WHOLE, "VARCHAR") and kind.endswith("[]"):
         return "ids"
     return "text" if kind == "VARCHAR" else "other"
-
-
-def _plain_parts(name: str, kind: str, what: str) -> Parts:
-    column = quote(name)
-    present = f"CASE WHEN NOT isnan({column}) THEN {column} END" if kind in _REAL else column
-    parts = {"present": f"count({present})", "distinct": f"approx_count_distinct({present})"}
-    if what in ("number", "id"):
-        value = f"CAST({column} AS DOUBLE)"
-        finite = f"CASE WHEN abs({value}) < {_LARGEST} THEN {value} END" if kind in _REAL else value
-        parts |= {"mean": f"avg({finite})", "deviation": f"stddev_pop({finite})"}
-        parts |= {"minimum": f"min({finite})", "maximum": f"max({finite})"}
-        parts["histogram"] = f"histogram({_number_bucket(finite) if what == 'number' else _id_bucket(column)})"
-    elif what == "text":
-        parts["histogram"] = f"histogram({_text_bucket(column)})"
-    return parts
 
 
 def _number_bucket(value: str) -> str:
@@ -281,20 +307,14 @@ def _text_bucket(column: str) -> str:
     return f"CAST('0x' || md5({column})[1:1] AS INTEGER)"
 
 
-def _length_parts(name: str) -> Parts:
-    return {"lengths": f"histogram(len({quote(name)}))"}
-
-
 def _item_query(source: str, names: Sequence[str], text: bool) -> str:
     """Builds a query for rows of (day, column number, distinct items, histogram) over the lists of one pass."""
     item = "VARCHAR" if text else "BIGINT"
-    numbers = ", ".join(map(str, range(len(names))))
-    lists = ", ".join(f"CAST({quote(name)} AS {item}[])" for name in names)
-    below = f"SELECT {DAY}, unnest([{numbers}]) AS number, unnest([{lists}]) AS items FROM {source}"
+    below = _stacked(source, names, [f"CAST({quote(name)} AS {item}[])" for name in names])
     bucket = _text_bucket("item") if text else _id_bucket("item")
     return (
         f"SELECT {DAY}, number, approx_count_distinct(item), histogram({bucket})"
-        f" FROM (SELECT {DAY}, number, unnest(items) AS item FROM ({below})) GROUP BY {DAY}, number"
+        f" FROM (SELECT {DAY}, number, unnest(value) AS item FROM ({below})) GROUP BY {DAY}, number"
     )
 
 

@@ -101,6 +101,7 @@ def _check(
         measured = measure_days(connection, warehouse, snapshot, days, number_columns(schema, names, (), maps))
         duplicates = {}
         if rules.key is not None and rules.duplicates != "off":
-            view = stored_rows(connection, warehouse, snapshot, days)([rules.key])
+            reader = warehouse.reader(snapshot, [DAY, rules.key])
+            view = stored_rows(connection, reader, days)([rules.key])
             duplicates = count_duplicates(connection, view, rules.key)
         return check(measured, profiles(warehouse, snapshot.table, earlier), rules, schema.label, duplicates)

@@ -130,7 +130,8 @@ class Footers:
 
     def _leaves(self, file: pq.ParquetFile, path: str) -> Iterator[tuple[int, str, str]]:
         """Yields (position of a column chunk, column name in the table, column name in the file)."""
-        names = {stored: self.names.get(number) for number, stored in self.reader.stored_columns(file, path).items()}
+        columns = self.reader.stored_columns(file.schema_arrow, path)
+        names = {stored: self.names.get(number) for number, stored in columns.items()}
         for leaf in range(len(file.schema)):
             stored = file.schema.column(leaf).path.split(".")[0]
             name = names.get(stored)

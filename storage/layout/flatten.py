@@ -105,7 +105,7 @@ def days_with_maps(warehouse: Warehouse, reference: SnapshotRef) -> list[datetim
 
     def has_map(path: str) -> bool:
         with reader.open(path) as file:
-            return not maps.isdisjoint(reader.stored_columns(file, path))
+            return not maps.isdisjoint(reader.stored_columns(file.schema_arrow, path))
 
     files = [(day, file.file_path) for day, found in warehouse.day_files(reference).items() for file in found]
     with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:

@@ -27,7 +27,7 @@ from storage.snapshot.foreign import ForeignTable
 from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
 
 FILES_AT_A_TIME = 8
-"""Files whose days are read concurrently. On an object store each takes a round trip or two."""
+"""Files of which days or footers are read concurrently. On an object store each takes a round trip or two."""
 
 
 class SnapshotRef(BaseModel, frozen=True):
@@ -78,7 +78,8 @@ def stored_schema(table: Table, reference: SnapshotRef) -> Schema:
     if snapshot.snapshot_id != table.metadata.current_snapshot_id:
         return then
     known = {field.field_id for field in then.fields}
-    return Schema(*(one for one in now.fields if one.field_id in known or one.initial_default is not None))
+    kept = [one for one in now.fields if one.field_id in known or one.initial_default is not None]
+    return now if len(kept) == len(now.fields) else Schema(*kept)  # a new schema has none of its indexes yet
 
 
 def rule_of(table: Table, reference: SnapshotRef) -> DayRule:

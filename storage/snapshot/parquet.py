@@ -32,10 +32,20 @@ def local_path(path: str) -> str | None:
 
 def open_parquet(io: FileIO, path: str) -> pq.ParquetFile:
     """Opens a data file for reading by column. Verifies the checksums of footer and pages."""
-    local = local_path(path)
-    file = io.new_input(path).open() if local is None else pa.memory_map(local)
+    file = _open_file(io, path)
     metadata = read_footer(file, checked=path.endswith(SUFFIX))
-    return pq.ParquetFile(file, metadata=metadata, pre_buffer=local is None, **READ_OPTIONS)
+    return pq.ParquetFile(file, metadata=metadata, pre_buffer=local_path(path) is None, **READ_OPTIONS)
+
+
+def read_metadata(io: FileIO, path: str) -> pq.FileMetaData:
+    """Reads the footer of a data file, and verifies its checksum."""
+    with _open_file(io, path) as file:
+        return read_footer(file, checked=path.endswith(SUFFIX))
+
+
+def _open_file(io: FileIO, path: str) -> Any:
+    local = local_path(path)
+    return io.new_input(path).open() if local is None else pa.memory_map(local)
 
 
 @contextmanager
@@ -74,7 +84,7 @@ class StoredColumns:
         if mapping is not None:
             self._mapped = {name: field.field_id for field in mapping for name in field.names if field.field_id}
 
-    def of(self, file: pq.ParquetFile, path: str) -> dict[int, str]:
+    def of(self, schema: pa.Schema, path: str) -> dict[int, str]:
         """Returns field id -> name of each column in a data file.
 
         A file that no Iceberg engine wrote, but that was registered, has no ids. Then the table maps its names.
@@ -82,7 +92,7 @@ class StoredColumns:
         Raises:
             StorageError: If the file has no ids and the table no mapping.
         """
-        own = {number: field.name for field in file.schema_arrow if (number := field_id(field)) is not None}
+        own = {number: field.name for field in schema if (number := field_id(field)) is not None}
         if own:
             return own
         if self._mapped is None:
@@ -90,7 +100,7 @@ class StoredColumns:
                 f"file '{path}' of table '{self._name}'", "field ids, or a mapping of names by the table",
                 "neither", "Set the table's property schema.name-mapping.default, or ingest its day with force=true.",
             )  # fmt: skip
-        return {self._mapped[name]: name for name in file.schema_arrow.names if name in self._mapped}
+        return {self._mapped[name]: name for name in schema.names if name in self._mapped}
 
     def read(self, io: FileIO, path: str, numbers: Iterable[int]) -> tuple[int, dict[int, pa.ChunkedArray]]:
         """Returns the number of rows of a data file, and field id -> values of those columns that it has.
@@ -99,7 +109,7 @@ class StoredColumns:
             CorruptFileError: If the file is unreadable. StorageError: As `of`.
         """
         with reading(f"file '{path}' of table '{self._name}'"), open_parquet(io, path) as file:
-            stored = self.of(file, path)
+            stored = self.of(file.schema_arrow, path)
             names = {number: stored[number] for number in numbers if number in stored}
             rows = file.read(list(names.values()), use_threads=False)
             return file.metadata.num_rows, {number: rows[name] for number, name in names.items()}

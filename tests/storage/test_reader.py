@@ -122,3 +122,15 @@ def test_a_damaged_file_is_named_with_its_snapshot(warehouse: Warehouse, damage:
             r"expected a whole Parquet file, got .+[^.]\. Ingest its day with force=true\.",
             str(error.value),
         )
+
+
+def test_a_reader_of_fewer_columns_reads_the_same_rows(tmp_path: Path) -> None:
+    warehouse = Warehouse(WarehouseConfig(row_group_rows=15), tmp_path / "home")
+    snapshot = write(warehouse, pa.Table.from_pandas(reference(), preserve_index=False))
+    wide = warehouse.reader(snapshot, ["day", "id", "x", "tags"], EqualTo("country", "DE"))
+    fragments = wide.fragments()
+    narrow = wide.narrow(["x", "id"])
+    found = pa.concat_tables(narrow.read(fragment) for fragment in fragments)
+    whole = pa.concat_tables(wide.read(fragment) for fragment in fragments)
+    assert found.equals(whole.select(["x", "id"])) and found.num_rows == 20
+    assert 0 < narrow.bytes_read < wide.bytes_read

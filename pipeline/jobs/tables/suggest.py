@@ -122,8 +122,9 @@ def look(job: DraftJob, files: bool) -> Look:
             spill = stack.enter_context(ScratchFolder("suggest-", warehouse.home / "tmp"))
             connection = stack.enter_context(connect([], Path(spill), MEMORY))
             days = warehouse.day_rows(snapshot)
-            types = types_of(connection, warehouse.reader(snapshot, warehouse.schema(snapshot).names).empty())
-            rows = stored_rows(connection, warehouse, snapshot, days)
+            reader = warehouse.reader(snapshot, warehouse.schema(snapshot).names)
+            types = types_of(connection, reader.empty())
+            rows = stored_rows(connection, reader, days)
             return _look(draft, connection, rows, types, days, f"table {draft.name}")
         opened = stack.enter_context(open_source_rows(make_context(job)))
         if opened.join is not None:
