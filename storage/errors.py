@@ -1,7 +1,9 @@
 """The base of all our errors, and those of the warehouse."""
 
 import difflib
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 LONGEST_PART = 2_000
 """Characters of each part of a message."""
@@ -47,6 +49,27 @@ class UnknownCommitError(StorageError):
 
 class CorruptFileError(StorageError):
     """A data file of a snapshot is unreadable."""
+
+
+@contextmanager
+def reading_metadata(name: str) -> Iterator[None]:
+    """Raises `StorageError` for what pyiceberg says about damaged metadata: errors of JSON, Avro, zlib and Python.
+
+    Args:
+        name: What the error calls the table.
+    """
+    from pyiceberg.exceptions import ResolveError, ValidationError  # imported here because configs import this module
+
+    try:
+        yield
+    except (
+        ResolveError, ValidationError, ValueError, LookupError, TypeError, AttributeError, EOFError, FileNotFoundError,
+        SystemError, zlib.error,
+    ) as error:  # fmt: skip
+        raise StorageError(
+            f"metadata of table '{name}'", "files as they were written", f"{type(error).__name__}: {error}",
+            "Put them back from a copy, or register an earlier metadata file of the table with its catalog.",
+        ) from error  # fmt: skip
 
 
 def _show(text: str) -> str:

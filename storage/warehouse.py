@@ -36,7 +36,7 @@ from storage.days import (
     row_hashes_by_files,
     to_summary,
 )
-from storage.errors import ConflictError, StorageError, UnknownCommitError
+from storage.errors import ConflictError, StorageError, UnknownCommitError, reading_metadata
 from storage.keys import expand_keys, map_names
 from storage.layout.spec import Layout
 from storage.objects import add_variables
@@ -142,8 +142,10 @@ class Warehouse:
         """
         if name in self._foreign:
             return self._foreign.load(self.catalog, name)
+        identifier = (self.config.namespace, _check_name(name))
         try:
-            return self.catalog.load_table((self.config.namespace, _check_name(name)))
+            with reading_metadata(name):
+                return self.catalog.load_table(identifier)
         except NoSuchTableError:
             known = ", ".join(sorted(row[-1] for row in self.catalog.list_tables(self.config.namespace))) or "none"
             raise StorageError(

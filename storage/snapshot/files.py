@@ -20,7 +20,7 @@ from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.transforms import IdentityTransform, VoidTransform
 from pyiceberg.typedef import Record
 
-from storage.errors import StorageError
+from storage.errors import StorageError, reading_metadata
 from storage.snapshot.dating import EPOCH, DayRule
 from storage.snapshot.deletes import DeletedValues
 from storage.snapshot.foreign import ForeignTable
@@ -115,7 +115,8 @@ def data_files(
     rule = rule_of(table, reference)
     left_out = LeftOut(table, rule, cache or ReadCache())
     wanted = None if days is None else rule.condition(days)
-    found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
+    with reading_metadata(reference.table):
+        found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
     dated = [(one, rule.of_partition(one.spec, one.file) or rule.of_bounds(one.file)) for one in found]
     mixed = [one.file.file_path for one, day in dated if day is None]
     for one, day in dated:

@@ -12,7 +12,7 @@ from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.utils.config import Config
 
 from storage.config import TableConfig
-from storage.errors import StorageError
+from storage.errors import StorageError, reading_metadata
 
 
 class ForeignTable(Table):
@@ -85,7 +85,8 @@ class ForeignTables:
         places = [self._places[alias]] if alias in self._places else _places(own, source.table)
         for catalog, name in places:
             with suppress(NoSuchTableError, NoSuchNamespaceError, NoSuchIdentifierError):
-                found = ForeignTable(catalog.load_table(name), alias, source)
+                with reading_metadata(source.table):
+                    found = ForeignTable(catalog.load_table(name), alias, source)
                 self._places[alias] = (catalog, name)
                 return found
         known = ", ".join(Config().get_known_catalogs()) or "none"

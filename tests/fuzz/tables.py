@@ -1,6 +1,7 @@
 """Damaged tables: the files of a source, its side tables, and data files of the warehouse."""
 
 import datetime
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
+from pyiceberg.schema import Schema
+from pyiceberg.typedef import Record
+from pyiceberg.types import DateType, FloatType, IntegerType, ListType, LongType, MapType, NestedField
 
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import extract
@@ -21,7 +25,8 @@ from storage.footer import SUFFIX
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
 from tests.fuzz.harness import Case, require
-from tests.fuzz.mutate import mutate_bytes
+from tests.fuzz.mutate import mutate_bytes, mutate_value
+from tests.storage.foreign import add_file, delete_rows, delete_values
 
 ROWS = 40
 HASHED = [{"kind": "sigrid_hash", "size": 100}]
@@ -72,6 +77,28 @@ def csv(folder: Path) -> Iterator[Case]:
         if random.random() < 0.2:
             source["date_format"] = random.choice(["%Y-%m-%d", "%d.%m.%Y", "%q", "", "%"])
         _read_source(folder, source, folder / "home")
+
+    yield case
+
+
+@contextmanager
+def json_lines(folder: Path) -> Iterator[Case]:
+    """JSON lines of a source."""
+    lines = rows(lists=True).to_pandas().to_json(orient="records", lines=True, date_format="iso").encode()
+    plain = (
+        b'{"day": "2024-01-01", "label": 1, "age": 3, "price": 0.5, "user": 7, "country": "DE", "items": [1, null]}\n'
+    )
+    examples = [lines, plain, plain.replace(b"\n", b"\r\n") * 3, b'{"label": 0, "user": 1}\n\n' + plain]
+
+    def case(random: Random) -> None:
+        content = random.choice(examples)
+        if random.random() < 0.5:
+            (folder / "rows.jsonl").write_bytes(mutate_bytes(random, content))
+        else:
+            values = mutate_value(random, [json.loads(line) for line in content.splitlines() if line][:5])
+            text = "\n".join(json.dumps(one) for one in (values if isinstance(values, list) else [values]))
+            (folder / "rows.jsonl").write_text(text, encoding="utf-8", errors="surrogatepass")
+        _read_source(folder, {"path": "rows.jsonl", "day_column": "day"}, folder / "home")
 
     yield case
 
@@ -197,6 +224,80 @@ def foreign_file(folder: Path) -> Iterator[Case]:
                 require(found.num_rows == fragment.rows, "other rows than the file has")
         finally:
             paths[0].write_bytes(whole)
+
+    yield case
+
+
+MAPS = Schema(
+    NestedField(1, "day", DateType(), required=False),
+    NestedField(2, "row", LongType(), required=False),
+    NestedField(3, "dense", MapType(10, IntegerType(), 11, FloatType(), False), required=False),
+    NestedField(4, "ids", MapType(12, IntegerType(), 13, ListType(14, LongType(), False), False), required=False),
+)
+
+
+@contextmanager
+def foreign_table(folder: Path) -> Iterator[Case]:
+    """A table of another engine: features in maps, and rows deleted by position, by vector and by value."""
+    warehouse = Warehouse(WarehouseConfig(), folder / "home")
+    table = warehouse.catalog.create_table("dlrm.events", MAPS)
+    day, other = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
+    made = pa.table(
+        {
+            "day": [day] * 20 + [other] * 20,
+            "row": range(40),
+            "dense": [None if row % 9 == 0 else [(key, row / 3) for key in range(row % 4)] for row in range(40)],
+            "ids": [[(key, [row, None][: key % 3]) for key in range(row % 5)] for row in range(40)],
+        },
+        schema=MAPS.as_arrow(),
+    )
+    path = add_file(table, made, Record())
+    delete_rows(table, {path: [3, 21]}, Record())
+    delete_values(table, pa.table({"row": [5, 30]}), Record())
+    snapshot = warehouse.current("events")
+    names = ["row", "dense_0", "dense_2", "ids_1", "ids_3", "day"]
+    whole = {file: file.read_bytes() for file in sorted((folder / "home").rglob("foreign-*"))}
+    require(len(whole) == 3, "not all files of the table")
+
+    def read() -> list[pa.Table]:
+        reader = Warehouse(WarehouseConfig(), folder / "home").reader(snapshot, names)
+        return [reader.read(fragment) for fragment in reader.fragments()]
+
+    require(sum(len(one) for one in read()) == 36, "other rows than are left")
+
+    def case(random: Random) -> None:
+        file = random.choice(list(whole))
+        try:
+            file.write_bytes(_mutate_parquet(random, whole[file]))
+            for one in read():
+                one.validate(full=True)
+        finally:
+            file.write_bytes(whole[file])
+
+    yield case
+
+
+@contextmanager
+def metadata(folder: Path) -> Iterator[Case]:
+    """Metadata of a table: the lists of its files, and what names them."""
+    ingested(folder)
+    whole = {
+        file: file.read_bytes()
+        for file in sorted((folder / "home").rglob("*"))
+        if file.suffix in (".avro", ".json") and "metadata" in file.parts
+    }
+    require(len(whole) >= 3, "the table has no metadata")
+
+    def case(random: Random) -> None:
+        file = random.choice(list(whole))
+        try:
+            file.write_bytes(mutate_bytes(random, whole[file]))
+            warehouse = Warehouse(WarehouseConfig(), folder / "home")
+            reader = warehouse.reader(warehouse.current("events"), ["user", "items"])
+            found = [reader.read(one) for one in reader.fragments()]
+            require(sum(map(len, found)) <= ROWS, "more rows than were written")
+        finally:
+            file.write_bytes(whole[file])
 
     yield case
 
