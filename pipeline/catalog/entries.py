@@ -5,11 +5,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from pipeline.catalog.events import Event, State, newest_events, state_since
 from pipeline.catalog.usage import ColumnImportance, Usage
 from storage.arrow import is_list, is_text
+from storage.keys import is_key, map_names
 from storage.layout.columns import StoredColumn
 
 RECENT_DAYS = 7
@@ -76,7 +78,7 @@ def build_entries(
     profile: pa.Table,
     empty: Collection[str] = (),
 ) -> list[Entry]:
-    """Returns an entry for every column of a table and every declared feature without a column, by name.
+    """Returns an entry for every column of a table, measured key of a map and declared feature without a column.
 
     Args:
         schema: Columns of the table.
@@ -88,7 +90,8 @@ def build_entries(
     declared = newest_events(log)
     days = _days(profile)
     kinds = dict(zip(profile["column"].to_pylist(), profile["kind"].to_pylist(), strict=True))
-    names = sorted(({*schema.names} - {*leave_out}) | {*declared})
+    present = {*schema.names, *measured_keys(schema, profile)}
+    names = sorted((present - {*leave_out}) | {*declared})
     found = []
     for name in names:
         event, runs, measured = declared.get(name), usage.runs_of(name), days.get(name, ())
@@ -107,7 +110,7 @@ def build_entries(
                 kind=kind,
                 state="active" if event is None else event.state,
                 since=first,
-                stored=name in schema.names,
+                stored=name in present,
                 bytes=column.bytes if column is not None else 0,
                 models=tuple(f"{version}" for version in usage.versions_of(name)),
                 served=bool(usage.served(name)),
@@ -121,6 +124,12 @@ def build_entries(
             )
         )
     return found
+
+
+def measured_keys(schema: pa.Schema, profile: pa.Table) -> list[str]:
+    """Returns the columns such as `dense_17` that are keys of maps, of those that have statistics."""
+    maps = map_names(schema)
+    return sorted(name for name in pc.unique(profile["column"]).to_pylist() if is_key(name, maps)) if maps else []
 
 
 def kind_of(kind: pa.DataType) -> str:

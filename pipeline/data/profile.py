@@ -2,13 +2,26 @@
 
 import datetime
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 
 from pipeline.data.columns import TRAILING_DAYS
+from pipeline.data.stacks import (
+    SINGLE,
+    VALUE_STATISTICS,
+    MapColumn,
+    Stack,
+    item_query,
+    kind_of,
+    length_query,
+    other_query,
+    stack,
+    value_query,
+)
+from storage.keys import MOST_KEYS
 from storage.query import column_types, quote
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
@@ -42,10 +55,7 @@ SCHEMA = pa.schema(
 present lists. `distinct` is approximate. Moments and bounds cover finite values, including those of integers."""
 
 Row = dict[str, Any]
-_WHOLE = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER", "BOOLEAN")
-_REAL = ("FLOAT", "DOUBLE")
-_LARGEST = "1e150"
-"""Larger values overflow when squared. They count as present and in nothing else."""
+C = TypeVar("C")
 
 
 def profile_name(table: str) -> str:
@@ -184,138 +194,65 @@ def measure_columns(
     counts: Mapping[datetime.date, int],
     numbers: Collection[str],
 ) -> pa.Table:
-    """Measures columns as `measure` does.
+    """Measures columns as `measure` does, and the keys of maps as columns such as `dense_17`.
 
     Args:
         columns: Column -> its DuckDB type.
         counts: Day -> its rows.
     """
-    kinds = {name: _kind(kind, name in numbers) for name, kind in columns.items()}
-    lists = [name for name in columns if columns[name].endswith("[]")]
+    kinds = {name: kind_of(kind, name in numbers) for name, kind in columns.items()}
     found: dict[tuple[datetime.date, str], Row] = {}
 
-    def measure_group(names: list[str], query: str, statistics: Sequence[str]) -> None:
+    def add(below: Stack, query: str, *statistics: str) -> None:
         for day, number, *values in connection.sql(query).fetchall():
-            found.setdefault((day, names[number]), {}).update(zip(statistics, values, strict=True))
+            found.setdefault((day, below.names[number]), {}).update(zip(statistics, values, strict=True))
 
-    for what in ("number", "id", "text"):
-        for names in _groups([name for name in columns if kinds[name] == what], len(counts)):
-            measure_group(names, _value_query(rows(names), names, what), VALUE_STATISTICS)
+    for kind, type_name in SINGLE.items():
+        for names in _groups([name for name in columns if kinds[name] == kind], len(counts)):
+            below = stack(rows(names), names, [f"CAST({quote(name)} AS {type_name})" for name in names])
+            add(below, value_query(below, kind), *VALUE_STATISTICS)
+    lists = [name for name in columns if columns[name].endswith("[]")]
     for names in _groups([name for name in columns if kinds[name] == "other" and name not in lists], len(counts)):
-        for day, *values in connection.sql(_other_query(rows(names), names)).fetchall():
+        for day, *values in connection.sql(
+            other_query(rows(names), {name: columns[name] for name in names})
+        ).fetchall():
             counted = zip(names, values[::2], values[1::2], strict=True)
             found |= {(day, name): {"present": present, "distinct": distinct} for name, present, distinct in counted}
     for names in _groups(lists, len(counts)):
-        measure_group(names, _length_query(rows(names), names), ["lengths"])
-    for row in found.values():
-        row |= _length_statistics(row.pop("lengths") or {}) if "lengths" in row else {}
+        below = stack(rows(names), names, [f"len({quote(name)})" for name in names])
+        add(below, length_query(below), "lengths")
     for text in (False, True):  # one pass handles items of one type
         of_type = [name for name in lists if kinds[name] == "ids" and columns[name].startswith("VARCHAR") == text]
         for names in _groups(of_type, len(counts)):
-            measure_group(names, _item_query(rows(names), names, text), ["distinct", "histogram"])
-    measured = [
-        {DAY: day, "column": name, **row, "kind": kinds[name], "rows": counts[day]}
-        | {"histogram": _counts(row.get("histogram"))}
-        for (day, name), row in found.items()
-    ]
-    return pa.Table.from_pylist(measured, SCHEMA).sort_by([(DAY, "ascending"), ("column", "ascending")])
+            item = "VARCHAR[]" if text else "BIGINT[]"
+            below = stack(rows(names), names, [f"CAST({quote(name)} AS {item})" for name in names])
+            add(below, item_query(below, text), "distinct", "histogram")
+    for one in filter(None, (MapColumn.of(name, type_name) for name, type_name in columns.items())):
+        keys = [key for (key,) in connection.sql(one.key_query(rows([one.name]))).fetchall()]
+        kind = kind_of(one.type_name, False)
+        for group in _groups(keys if len(keys) <= MOST_KEYS else [], len(counts)):
+            kinds |= dict.fromkeys((f"{one.name}_{key}" for key in group), kind)
+            if kind in SINGLE:
+                below = one.stack(rows([one.name]), group, f"CAST({one.value} AS {SINGLE[kind]})")
+                add(below, value_query(below, kind), *VALUE_STATISTICS)
+            if one.type_name.endswith("[]"):
+                below = one.stack(rows([one.name]), group, f"len({one.value})")
+                add(below, length_query(below), "lengths")
+            if kind == "ids":
+                text = one.type_name.startswith("VARCHAR")
+                below = one.stack(rows([one.name]), group, f"CAST({one.value} AS {'VARCHAR' if text else 'BIGINT'}[])")
+                add(below, item_query(below, text), "distinct", "histogram")
+    for (day, name), row in found.items():
+        lengths = _length_statistics(row.pop("lengths") or {}) if "lengths" in row else {}
+        row |= {**lengths, **row, DAY: day, "column": name, "kind": kinds[name], "rows": counts[day]}
+        row["histogram"] = _counts(row.get("histogram"))
+    return pa.Table.from_pylist(list(found.values()), SCHEMA).sort_by([(DAY, "ascending"), ("column", "ascending")])
 
 
-def _groups(columns: list[str], days: int) -> Iterator[list[str]]:
+def _groups(columns: Sequence[C], days: int) -> Iterator[Sequence[C]]:
     """Splits columns into groups that are measured in one pass."""
     size = max(1, AT_A_TIME // max(1, days))
     return (columns[start : start + size] for start in range(0, len(columns), size))
-
-
-VALUE_STATISTICS = ("present", "distinct", "mean", "deviation", "minimum", "maximum", "histogram")
-"""What `_value_query` returns after day and number."""
-
-
-def _stacked(source: str, names: Sequence[str], values: Sequence[str]) -> str:
-    """Returns SQL for one row per row and column: its day, the column's number and a value.
-
-    Aggregates of values by number are planned once, those of fifty columns fifty times: on a small day, that took
-    forty times as long.
-    """
-    return (
-        f"SELECT {DAY}, unnest([{', '.join(map(str, range(len(names))))}]) AS number,"
-        f" unnest([{', '.join(values)}]) AS value FROM {source}"
-    )
-
-
-def _value_query(source: str, names: Sequence[str], what: str) -> str:
-    """Builds a query for rows of (day, column number, statistics) of columns of one kind, which are no lists."""
-    kind = {"number": "DOUBLE", "id": "BIGINT", "text": "VARCHAR"}[what]
-    present, finite, bucket = "value", "NULL::DOUBLE", _text_bucket("value")
-    if what == "number":
-        present, finite = (
-            "CASE WHEN NOT isnan(value) THEN value END",
-            f"CASE WHEN abs(value) < {_LARGEST} THEN value END",
-        )
-        bucket = _number_bucket(finite)
-    elif what == "id":
-        finite, bucket = "value::DOUBLE", _id_bucket("value")
-    below = _stacked(source, names, [f"CAST({quote(name)} AS {kind})" for name in names])
-    return (
-        f"SELECT {DAY}, number, count(present), approx_count_distinct(present), avg(finite), stddev_pop(finite),"
-        " min(finite), max(finite), histogram(bucket)"
-        f" FROM (SELECT {DAY}, number, {present} AS present, {finite} AS finite, {bucket} AS bucket FROM ({below}))"
-        f" GROUP BY {DAY}, number"
-    )
-
-
-def _other_query(source: str, names: Sequence[str]) -> str:
-    """Builds a query for rows of day, and for each column the number of values and of distinct ones."""
-    parts = [f"count({column}), approx_count_distinct({column})" for column in map(quote, names)]
-    return f"SELECT {DAY}, {', '.join(parts)} FROM {source} GROUP BY {DAY}"
-
-
-def _length_query(source: str, names: Sequence[str]) -> str:
-    """Builds a query for rows of (day, column number, histogram of the lengths) of columns of lists."""
-    below = _stacked(source, names, [f"len({quote(name)})" for name in names])
-    return f"SELECT {DAY}, number, histogram(value) FROM ({below}) GROUP BY {DAY}, number"
-
-
-def _kind(kind: str, number: bool) -> str:
-    if kind in _REAL or (number and kind in _WHOLE):
-        return "number"
-    if kind in _WHOLE:
-        return "id"
-    if kind.removesuffix("[]") in (*_WHOLE, "VARCHAR") and kind.endswith("[]"):
-        return "ids"
-    return "text" if kind == "VARCHAR" else "other"
-
-
-def _number_bucket(value: str) -> str:
-    """Returns SQL for the bucket of a number: zero, 11 buckets for positive numbers and 4 for negative ones.
-
-    Positive buckets are half powers of two, negative ones powers of two, both cyclic. The bucket depends on the value
-    alone, so any two days can be compared. A change of scale shows unless it is a power of 2 ** 5.5, so a change of
-    unit (10, 60, 1000, 1024) does.
-    """
-    positive = f"1 + ((CAST(floor(2 * log2({value})) AS INTEGER) % 11) + 11) % 11"
-    negative = f"12 + ((CAST(floor(log2(-({value}))) AS INTEGER) % 4) + 4) % 4"
-    return f"CASE WHEN {value} = 0 THEN 0 WHEN {value} > 0 THEN {positive} WHEN {value} < 0 THEN {negative} END"
-
-
-def _id_bucket(column: str) -> str:
-    """Returns SQL for the bucket of an id. DuckDB's own hash may change between versions."""
-    return f"((CAST({column} AS BIGINT) % 2147483647) * 1103515245) % 2147483647 & 15"
-
-
-def _text_bucket(column: str) -> str:
-    return f"CAST('0x' || md5({column})[1:1] AS INTEGER)"
-
-
-def _item_query(source: str, names: Sequence[str], text: bool) -> str:
-    """Builds a query for rows of (day, column number, distinct items, histogram) over the lists of one pass."""
-    item = "VARCHAR" if text else "BIGINT"
-    below = _stacked(source, names, [f"CAST({quote(name)} AS {item}[])" for name in names])
-    bucket = _text_bucket("item") if text else _id_bucket("item")
-    return (
-        f"SELECT {DAY}, number, approx_count_distinct(item), histogram({bucket})"
-        f" FROM (SELECT {DAY}, number, unnest(value) AS item FROM ({below})) GROUP BY {DAY}, number"
-    )
 
 
 def _length_statistics(counts: Mapping[int, int]) -> Row:

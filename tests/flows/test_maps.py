@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.end_to_end import end_to_end
+from flows.features import features
 from flows.ingest import ingest
 from flows.layout import layout
 from flows.score import score
@@ -123,6 +124,20 @@ def test_a_day_in_maps_is_read_beside_flattened_ones(keys: dict[str, Any], logs:
         for row in rows
     ]
     assert list(zip(*(found[name].to_pylist() for name in ("dense_0", "ids_9", "scored_7")), strict=True)) == expected
+
+
+def test_keys_are_features_of_the_catalog(keys: dict[str, Any], logs: Path, plain: Any) -> None:
+    ingest(CONFIG, keys)
+    rows = pa.concat_tables([pq.read_table(path) for path in sorted(logs.glob("*.parquet"))]).to_pylist()
+    found = {one["name"]: one for one in features(CONFIG, keys, action="list")["features"]}
+    for name in ("dense_0", "ids_9"):
+        column, _, key = name.rpartition("_")
+        share = sum(dict(row[column]).get(int(key)) not in (None, []) for row in rows) / len(rows)
+        assert found[name]["coverage"] == pytest.approx(share)
+    assert [found[name]["kind"] for name in ("dense_0", "ids_9", "scored_7")] == ["number", "ids", "ids"]
+    assert features(CONFIG, keys, action="deprecate", name="ids_9", reason="wrong")["status"] == "ok"
+    with pytest.raises(ConfigError, match=r"'ids_9'.* deprecated"):
+        train(CONFIG, keys)
 
 
 def test_a_key_of_another_map_is_refused(keys: dict[str, Any], plain: Any) -> None:

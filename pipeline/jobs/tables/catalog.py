@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from pipeline.catalog import text
-from pipeline.catalog.entries import Entry, build_entries
+from pipeline.catalog.entries import Entry, build_entries, measured_keys
 from pipeline.catalog.events import Event, append_event, build_event, newest_events, read_events, unknown_feature
 from pipeline.catalog.events import State as State
 from pipeline.catalog.retire import RetireCandidate, find_candidates
@@ -19,6 +19,7 @@ from pipeline.jobs.tables.lineage import load_usage
 from pipeline.jobs.training.job import list_roles
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
+from storage.keys import map_names
 from storage.layout.columns import Footers
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
@@ -103,8 +104,9 @@ def build_declaration(
     """
     config = workspace.config
     warehouse = workspace.warehouse
-    names = warehouse.schema(warehouse.current(config.name)).names
-    columns = [name for name in names if name not in (DAY, config.features.label)]
+    schema = warehouse.schema(warehouse.current(config.name))
+    keys = measured_keys(schema, profiles(warehouse, config.name)) if map_names(schema) else []
+    columns = [name for name in [*schema.names, *keys] if name not in (DAY, config.features.label)]
     _check_alternatives(feature, changes.get("alternatives", ()), {*columns, *newest_events(log)}, log)
     return build_event(log, columns, feature, by or _user(), changes)
 

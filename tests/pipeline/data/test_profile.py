@@ -142,6 +142,54 @@ def test_columns_in_many_groups_give_the_same(
     assert measured(connection, table) == whole
 
 
+def test_keys_of_maps_are_measured_like_columns(
+    connection: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = make()
+    columns = {name: flat[name].to_pylist() for name in ("price", "small", "user", "items", "words", "scores")}
+    columns["items"] = [None if one is None else sorted(set(one)) for one in columns["items"]]
+
+    def as_map(keys: dict[int, str], kind: pa.DataType) -> pa.Array:
+        rows = [[(key, columns[name][i]) for key, name in keys.items()] for i in range(flat.num_rows)]
+        return pa.array(
+            [[pair for pair in row if pair[1] is not None] or None for row in rows], pa.map_(pa.int32(), kind)
+        )
+
+    keys = {"dense_3": "price", "dense_70": "small", "ids_0": "user", "lists_5": "items", "lists_9": "items"}
+    keys |= {"words_1": "words", "scores_1": "scores", "scored_2": "items"}
+    scored = [[] if one is None else [(2, [(item, 0.5) for item in one])] for one in columns["items"]]
+    maps = pa.table(
+        {
+            DAY: flat[DAY],
+            "dense": as_map({3: "price", 70: "small", -1: "price"}, pa.float64()),
+            "ids": as_map({0: "user"}, pa.int64()),
+            "lists": as_map({5: "items", 9: "items"}, pa.list_(pa.int64())),
+            "words": as_map({1: "words"}, pa.list_(pa.string())),
+            "scores": as_map({1: "scores"}, pa.list_(pa.float64())),
+            "scored": pa.array(scored, pa.map_(pa.int32(), pa.map_(pa.int64(), pa.float32()))),
+            "named": pa.array([[("a", 1.0)]] * flat.num_rows, pa.map_(pa.string(), pa.float32())),
+        }
+    )
+    small = pa.array(columns["small"], pa.float64())  # approximate counts depend on the type
+    items = pa.array(columns["items"], pa.list_(pa.int64()))
+    flat = flat.set_column(flat.column_names.index("small"), "small", small)
+    expected = measured(connection, flat.set_column(flat.column_names.index("items"), "items", items))
+    monkeypatch.setattr(profile, "AT_A_TIME", 3)
+    found = measured(connection, maps)
+    assert {name for _, name in found} == {*keys, *maps.column_names} - {DAY}
+    for day in DAYS:
+        for key, name in keys.items():
+            for what, value in found[day, key].items():
+                same = expected[day, name][what]
+                same = key if what == "column" else same
+                assert value == pytest.approx(same) if isinstance(same, float) else value == same, (key, what)
+        assert found[day, "dense"]["present"] == sum(one is not None for one in rows_of(maps, day, "dense"))
+
+
+def rows_of(table: pa.Table, day: datetime.date, name: str) -> list[Any]:
+    return [row[name] for row in table.to_pylist() if row[DAY] == day]
+
+
 def test_lists_that_are_all_empty(connection: duckdb.DuckDBPyConnection) -> None:
     table = pa.table({DAY: [DAYS[0]] * 2, "items": pa.array([[], None], pa.list_(pa.int64()))})
     row = measured(connection, table)[DAYS[0], "items"]
