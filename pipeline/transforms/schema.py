@@ -1,7 +1,8 @@
 """FeatureSchema: the dense and sparse features, the label and the weight of a row."""
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeInt, model_validator
@@ -14,6 +15,9 @@ from pipeline.transforms.ops.dense import FillNull, Standardise
 from pipeline.transforms.ops.op import Reads
 
 COLUMN = "{column}"
+NAMED_KEYS = re.compile(r"([A-Za-z_]\w*)\[([^\[\]]+)\]")
+"""`dense[user_age, 5..7]`."""
+KEY_RANGE = re.compile(r"\d+(\.\.\d+)?")
 
 
 class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -122,11 +126,55 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
     allow_deprecated: bool = False
     """Whether to train on features that the catalog marks as deprecated."""
+    map_keys: Mapping[str, Mapping[str, NonNegativeInt]] = {}
+    """Names for keys of maps: map -> name -> key. Groups can then say `dense[age]` or `dense[user_*]` instead of
+    `dense[17]`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _put_keys(cls, values: Any) -> Any:
+        """Replaces names of keys by the keys. What is trained and recorded does not depend on names."""
+        named = values.get("map_keys") if isinstance(values, dict) else None
+        if not named or not isinstance(named, Mapping):
+            return values
+
+        def put(group: Any) -> Any:
+            columns = group.get("columns") if isinstance(group, dict) else None
+            if not isinstance(columns, str | list | tuple):
+                return group
+            return group | {
+                "columns": [put_keys(one, named) for one in ([columns] if isinstance(columns, str) else columns)]
+            }
+
+        groups = {kind: values[kind] for kind in ("dense", "sparse") if isinstance(values.get(kind), list | tuple)}
+        return values | {kind: [put(group) for group in found] for kind, found in groups.items()}
 
     def named_columns(self) -> list[str]:
         """Returns the names and patterns of all columns that features read."""
         groups = [name for group in (*self.dense, *self.sparse) for name in group.columns]
         return [*groups, *(name for op in self.derived for name in op.inputs)]
+
+
+def put_keys(text: Any, named: Mapping[str, Any]) -> Any:
+    """Replaces names of a map's keys by the keys, also several names that match a pattern.
+
+    Raises:
+        ColumnError: If the map has no key of a name.
+    Example:
+        >>> put_keys("dense[user_*, 5..7]", {"dense": {"user_age": 17, "user_size": 18}})
+        'dense[17, 18, 5..7]'
+    """
+    found = NAMED_KEYS.fullmatch(text) if isinstance(text, str) else None
+    keys = named.get(found[1]) if found is not None else None
+    if found is None or not isinstance(keys, Mapping):
+        return text
+    put: list[str] = []
+    for part in (part.strip() for part in found[2].split(",")):
+        matching = [f"{key}" for name, key in keys.items() if fnmatch.fnmatchcase(f"{name}", part)]
+        if not matching and KEY_RANGE.fullmatch(part) is None:
+            raise unknown_column("features.map_keys", part, [*map(str, keys)], f"the name of a key of map '{found[1]}'")
+        put += matching or [part]
+    return f"{found[1]}[{', '.join(put)}]"
 
 
 def resolve(

@@ -39,6 +39,32 @@ def test_an_unknown_column_names_the_closest(pattern: str, close: str) -> None:
     )
 
 
+NAMED = {"dense": {"user_age": 17, "user_size": 18, "price": 3}, "ids": {"pages": 42}}
+
+
+def test_names_of_keys_become_keys() -> None:
+    """What is left is the config without names, so a training does not depend on them."""
+    hashed = [{"kind": "sigrid_hash", "size": 9}]
+    schema = FeatureSchema.model_validate(
+        {
+            "map_keys": NAMED,
+            "dense": [
+                {"columns": ["dense[user_*, 5..7]", "dense[price]", "int_[12]", "other[price]"]},
+                {"columns": "age"},
+            ],
+            "sparse": [{"columns": "ids[pages]", "transforms": hashed}],
+        }
+    )
+    assert schema.dense[0].columns == ("dense[17, 18, 5..7]", "dense[3]", "int_[12]", "other[price]")
+    assert (schema.dense[1].columns, schema.sparse[0].columns) == (("age",), ("ids[42]",))
+    assert FeatureSchema.model_validate(schema.model_dump()) == schema
+
+
+def test_an_unknown_name_of_a_key_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"features\.map_keys 'user_aga': .* Closest: user_age"):
+        FeatureSchema.model_validate({"map_keys": NAMED, "sparse": [{"columns": ["dense[user_aga]"]}]})
+
+
 def test_one_column_needs_no_list() -> None:
     assert DenseGroup.model_validate({"columns": "age"}).columns == ("age",)
 
