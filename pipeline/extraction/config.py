@@ -335,7 +335,7 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Measure new days before they are written. The checks need it."""
     memory_bytes: PositiveInt | None = None
     """Memory of DuckDB for joins, sorts and statistics. Beyond it, DuckDB spills to disk. None: a quarter of the
-    machine's memory."""
+    machine's memory, or of what its control group allows."""
     checks: ChecksConfig = ChecksConfig()
 
 

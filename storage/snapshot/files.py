@@ -115,8 +115,13 @@ def data_files(
     rule = rule_of(table, reference)
     left_out = LeftOut(table, rule, cache or ReadCache())
     wanted = None if days is None else rule.condition(days)
-    with reading_metadata(reference.table):
-        found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
+    try:
+        with reading_metadata(reference.table):
+            found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            snapshot_at(table.refresh(), reference)  # says so if it has just expired
+        raise
     dated = [(one, rule.of_partition(one.spec, one.file) or rule.of_bounds(one.file)) for one in found]
     mixed = [one.file.file_path for one, day in dated if day is None]
     for one, day in dated:

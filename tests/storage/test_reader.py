@@ -12,7 +12,7 @@ import pytest
 from pyiceberg.expressions import And, EqualTo, GreaterThanOrEqual, In, IsNull, Not, NotEqualTo, NotIn, Or
 
 from storage.config import WarehouseConfig
-from storage.errors import CorruptFileError
+from storage.errors import CorruptFileError, StorageError
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -135,3 +135,17 @@ def test_a_reader_of_fewer_columns_reads_the_same_rows(tmp_path: Path) -> None:
     assert found.num_rows == 20
     assert found.equals(whole.select(["x", "id"]))
     assert 0 < narrow.bytes_read < wide.bytes_read
+
+
+@pytest.mark.parametrize("pattern", ["*-m0.avro", "snap-*.avro", "*.metadata.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damaged_metadata_names_the_table(tmp_path: Path, pattern: str, damage: str) -> None:
+    snapshot = write(
+        Warehouse(WarehouseConfig(), tmp_path / "home"), pa.Table.from_pandas(reference(), preserve_index=False)
+    )
+    for path in (tmp_path / "home").rglob(pattern):
+        path.write_bytes(path.read_bytes()[:60])
+        if damage == "gone":
+            path.unlink()
+    with pytest.raises(StorageError, match=r"metadata of table 'events': expected files as they were written"):
+        Warehouse(WarehouseConfig(), tmp_path / "home").reader(snapshot, ["id"]).fragments()
