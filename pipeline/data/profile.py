@@ -205,7 +205,8 @@ def measure_columns(
 
     def add(below: Stack, query: str, *statistics: str) -> None:
         for day, number, *values in connection.sql(query).fetchall():
-            found.setdefault((day, below.names[number]), {}).update(zip(statistics, values, strict=True))
+            if number in below.names:
+                found.setdefault((day, below.names[number]), {}).update(zip(statistics, values, strict=True))
 
     for kind, type_name in SINGLE.items():
         for names in _groups([name for name in columns if kinds[name] == kind], len(counts)):
@@ -229,24 +230,34 @@ def measure_columns(
             add(below, item_query(below, text), "distinct", "histogram")
     for one in filter(None, (MapColumn.of(name, type_name) for name, type_name in columns.items())):
         keys = [key for (key,) in connection.sql(one.key_query(rows([one.name]))).fetchall()]
-        kind = kind_of(one.type_name, False)
-        for group in _groups(keys if len(keys) <= MOST_KEYS else [], len(counts)):
-            kinds |= dict.fromkeys((f"{one.name}_{key}" for key in group), kind)
-            if kind in SINGLE:
-                below = one.stack(rows([one.name]), group, f"CAST({one.value} AS {SINGLE[kind]})")
-                add(below, value_query(below, kind), *VALUE_STATISTICS)
-            if one.type_name.endswith("[]"):
-                below = one.stack(rows([one.name]), group, f"len({one.value})")
-                add(below, length_query(below), "lengths")
-            if kind == "ids":
-                text = one.type_name.startswith("VARCHAR")
-                below = one.stack(rows([one.name]), group, f"CAST({one.value} AS {'VARCHAR' if text else 'BIGINT'}[])")
-                add(below, item_query(below, text), "distinct", "histogram")
+        if len(keys) <= MOST_KEYS:
+            keys = [key for key in keys if f"{one.name}_{key}" not in columns]  # while a table is flattened
+            kinds |= dict.fromkeys((f"{one.name}_{key}" for key in keys), kind_of(one.type_name, False))
+            for group in _groups(keys, len(counts)):
+                _measure_keys(one, group, rows, add)
     for (day, name), row in found.items():
         lengths = _length_statistics(row.pop("lengths") or {}) if "lengths" in row else {}
         row |= {**lengths, **row, DAY: day, "column": name, "kind": kinds[name], "rows": counts[day]}
         row["histogram"] = _counts(row.get("histogram"))
     return pa.Table.from_pylist(list(found.values()), SCHEMA).sort_by([(DAY, "ascending"), ("column", "ascending")])
+
+
+def _measure_keys(one: MapColumn, keys: Sequence[int], rows: Rows, add: Callable[..., None]) -> None:
+    """Measures keys of a map.
+
+    Args:
+        add: Runs a query for the statistics of a stack, and keeps what it returns.
+    """
+    kind, items = kind_of(one.type_name, False), "VARCHAR[]" if one.type_name.startswith("VARCHAR") else "BIGINT[]"
+    if kind in SINGLE:
+        below = one.stack(rows([one.name]), keys, f"CAST({one.value} AS {SINGLE[kind]})")
+        add(below, value_query(below, kind), *VALUE_STATISTICS)
+    if one.type_name.endswith("[]"):
+        below = one.stack(rows([one.name]), keys, f"len({one.value})")
+        add(below, length_query(below), "lengths")
+    if kind == "ids":
+        below = one.stack(rows([one.name]), keys, f"CAST({one.value} AS {items})")
+        add(below, item_query(below, items == "VARCHAR[]"), "distinct", "histogram")
 
 
 def _groups(columns: Sequence[C], days: int) -> Iterator[Sequence[C]]:

@@ -75,10 +75,10 @@ class MapColumn(NamedTuple):
         return f"SELECT DISTINCT key FROM ({entries}) WHERE key >= 0 ORDER BY key LIMIT {MOST_KEYS + 1}"
 
     def stack(self, source: str, keys: Sequence[int], value: str) -> Stack:
-        """Stacks the values of keys.
+        """Stacks the values of keys, and of those between them that have no name.
 
         Args:
-            keys: All of the map's keys between the first and the last of these.
+            keys: In order.
             value: SQL of a value, made of `value` of this map.
         """
         entries = f"SELECT {DAY}, unnest(map_entries({quote(self.name)})) AS entry FROM {source}"

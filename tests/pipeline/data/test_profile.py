@@ -186,6 +186,16 @@ def test_keys_of_maps_are_measured_like_columns(
         assert found[day, "dense"]["present"] == sum(one is not None for one in rows_of(maps, day, "dense"))
 
 
+def test_a_column_that_is_also_a_key_is_measured_as_a_column(connection: duckdb.DuckDBPyConnection) -> None:
+    """As in a table that is being flattened: the reader puts a column together from both."""
+    dense = pa.array([[(1, 5.0), (2, 5.0), (3, 5.0)], None], pa.map_(pa.int32(), pa.float32()))
+    found = measured(connection, pa.table({DAY: [DAYS[0]] * 2, "dense": dense, "dense_2": [5.0, 7.0]}))
+    assert {name: row["present"] for (_, name), row in found.items()} == {
+        "dense": 1, "dense_1": 1, "dense_2": 2, "dense_3": 1,
+    }  # fmt: skip
+    assert found[DAYS[0], "dense_2"]["mean"] == 6.0
+
+
 def rows_of(table: pa.Table, day: datetime.date, name: str) -> list[Any]:
     return [row[name] for row in table.to_pylist() if row[DAY] == day]
 
