@@ -206,7 +206,7 @@ class Tracker:
                 self.end(run_id, "FAILED" if isinstance(error, Exception) else "KILLED")
             raise
         finally:
-            ending = threading.Thread(target=monitor.finish, daemon=True)  # it waits for a request on its way
+            ending = threading.Thread(target=_finish, args=(monitor,), daemon=True)  # it waits for a request on its way
             ending.start()
             ending.join(STOP_SECONDS)
         command = f"python -m flows.register CONFIG run={run_id}"
@@ -303,6 +303,16 @@ class Tracker:
 def _damaged(run_id: str, path: str, key: str = "") -> RegistryError:
     where = f"{path} of MLflow run '{run_id}'" + (f", key '{key}'" if key else "")
     return RegistryError(where, "what a training has logged", "other content", "Train again with force=true.")
+
+
+def _finish(monitor: SystemMetricsMonitor) -> None:
+    """Stops a monitor, and logs what it has measured since it last logged: a short run has nothing else."""
+    monitor.finish()
+    measured = monitor.aggregate_metrics()
+    if measured:
+        with suppress(MlflowException):
+            monitor.publish_metrics(measured)
+            monitor.mlflow_logger.flush()
 
 
 def embedded_uri(home: Path) -> str:
