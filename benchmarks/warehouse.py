@@ -45,7 +45,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
     if chosen.both:
-        size = at_size(*chosen.both, chosen.rows, chosen.rounds)
+        columns, days = chosen.both
+        size = at_size(columns, days, chosen.rows, chosen.rounds)
         figures = {"both": chosen.both, "rows": chosen.rows, "seconds": size, "machine": machine(PACKAGES)}
         print(json.dumps(figures) if chosen.json else as_size_table(figures))
         return
@@ -95,10 +96,10 @@ def at_size(columns: int, days: int, rows: int, rounds: int) -> dict[str, dict[s
         Operation -> median seconds, and the share of them with a frame of pyiceberg on the stack.
     """
     with _warehouse() as warehouse, tempfile.TemporaryDirectory(prefix="dlrm-warehouse-") as folder:
-        write, write_days = _writer(warehouse, columns, rows), _writer(warehouse, columns, rows, DAYS_AT_ONCE)
+        write = _writer(warehouse, columns, rows)
         for first in range(0, days, DAYS_AT_ONCE):
-            write_days(first)
-            say(f"{first + DAYS_AT_ONCE} days")
+            write(first, done := min(DAYS_AT_ONCE, days - first))
+            say(f"{first + done} days")
         reference = warehouse.current(TABLE)
         names = [f"c{i}" for i in range(0, columns, 10)]
 
@@ -172,8 +173,8 @@ def _warehouse() -> Iterator[Warehouse]:
         yield Warehouse(WarehouseConfig(), Path(folder))
 
 
-def _writer(warehouse: Warehouse, columns: int, rows: int, days: int = 1) -> Callable[[int], object]:
-    """Returns a function that writes a day by number, and those after it: half numbers, half lists of three ids."""
+def _writer(warehouse: Warehouse, columns: int, rows: int) -> Callable[..., object]:
+    """Returns a function that writes a day by number, or several from there: half numbers, half lists of three ids."""
     draw = np.random.default_rng(1)
     offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * 3)
     arrays: dict[str, pa.Array] = {}
@@ -181,7 +182,7 @@ def _writer(warehouse: Warehouse, columns: int, rows: int, days: int = 1) -> Cal
         ids = pa.array(draw.integers(0, 1_000, 3 * rows))
         arrays[f"c{i}"] = pa.array(draw.random(rows).round(2)) if i % 2 else pa.ListArray.from_arrays(offsets, ids)
 
-    def write(number: int) -> object:
+    def write(number: int, days: int = 1) -> object:
         written = [FIRST + datetime.timedelta(days=number + i) for i in range(days)]
         batches = [pa.record_batch({"day": pa.array([day] * rows, pa.date32()), **arrays}) for day in written]
         return warehouse.replace_days(TABLE, dict.fromkeys(written, "i"), batches[0].schema, batches, rows * days)

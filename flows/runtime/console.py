@@ -27,7 +27,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterEndTime,
     FlowRunFilterTags,
 )
-from prefect.context import FlowRunContext, TagsContext
+from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun, MissingContextError
 from prefect.runtime import flow_run
 from prefect.utilities.hashing import file_hash
@@ -66,12 +66,8 @@ class PrefectConsole(Console):
         return Progress(None if quiet else logger, unit, RunPage(logger, unit))
 
     def run(self, step: Step, function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-        """Runs a step as a task. Prefect's cache stays out: the warehouse and the registry know what is done.
-
-        The task's run has no tags: before it runs, Prefect asks the server for the limits of each, up to two seconds.
-        """
-        with TagsContext(current_tags=set()):
-            return resume_interrupt(task_of(step, function, args[0])(*args, **kwargs))
+        """Runs a step as a task. Prefect's cache stays out: the warehouse and the registry know what is done."""
+        return resume_interrupt(task_of(step, function, args[0])(*args, **kwargs))
 
     def clear_history(self, before: datetime.datetime, dry_run: bool) -> int:
         """Removes ended runs of our flows from the Prefect server's database, with their task runs and logs.

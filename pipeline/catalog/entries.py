@@ -78,7 +78,7 @@ def build_entries(
     profile: pa.Table,
     empty: Collection[str] = (),
 ) -> list[Entry]:
-    """Returns an entry for every column of a table, measured key of a map and declared feature without a column.
+    """Returns an entry for each column of a table, measured key of a map, and declared feature without one, by name.
 
     Args:
         schema: Columns of the table.

@@ -227,7 +227,7 @@ def _connection(files: Sequence[SourceFile], context: SourceContext) -> Iterator
                 raise DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.") from error
             if isinstance(error, duckdb.OutOfMemoryException):
                 raise DataError(
-                    "memory of the ingest", f"at most {limits['memory_limit']} at a time", first_line(error),
+                    "memory of the ingest", f"rows that fit into {limits['memory_limit']} of memory", first_line(error),
                     "Raise ingest.memory_bytes, or ingest fewer days at once.",
                 ) from error  # fmt: skip
             raise DataError("rows of the source", "readable values", first_line(error), "Correct the files.") from error

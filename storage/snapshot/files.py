@@ -115,13 +115,7 @@ def data_files(
     rule = rule_of(table, reference)
     left_out = LeftOut(table, rule, cache or ReadCache())
     wanted = None if days is None else rule.condition(days)
-    try:
-        with reading_metadata(reference.table):
-            found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
-    except StorageError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            snapshot_at(table.refresh(), reference)  # says so if it has just expired
-        raise
+    found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
     dated = [(one, rule.of_partition(one.spec, one.file) or rule.of_bounds(one.file)) for one in found]
     mixed = [one.file.file_path for one, day in dated if day is None]
     for one, day in dated:
@@ -184,13 +178,19 @@ def _plan(table: Table, reference: SnapshotRef, conditions: Iterable[BooleanExpr
     for condition in conditions:
         if _means_the_same(condition, schema, table.schema()):
             chosen = And(chosen, condition)
-    manifests = snapshot.manifests(table.io)
     parts = {ManifestContent.DATA: chosen, ManifestContent.DELETES: AlwaysTrue()}
     entries: dict[ManifestContent, list[ManifestEntry]] = {}
-    for content, condition in parts.items():
-        planner = ManifestGroupPlanner(table.metadata, table.io, condition)
-        of_kind = [one for one in manifests if one.content == content]
-        entries[content] = [entry for found in planner.plan_manifest_entries(of_kind) for entry in found]
+    try:
+        with reading_metadata(reference.table):
+            manifests = snapshot.manifests(table.io)
+            for content, condition in parts.items():
+                planner = ManifestGroupPlanner(table.metadata, table.io, condition)
+                of_kind = [one for one in manifests if one.content == content]
+                entries[content] = [entry for found in planner.plan_manifest_entries(of_kind) for entry in found]
+    except StorageError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            snapshot_at(table.refresh(), reference)  # says so if it has just expired
+        raise
     specs, positions, values = table.specs(), DeleteFileIndex(), _DeletesByValue(table)
     for entry in sorted(entries[ManifestContent.DELETES], key=lambda one: one.data_file.file_path):
         if entry.data_file.content == DataFileContent.EQUALITY_DELETES:

@@ -279,14 +279,10 @@ def foreign_table(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def metadata(folder: Path) -> Iterator[Case]:
-    """Metadata of a table: the lists of its files, and what names them."""
+    """Metadata files of a table. Lists of files are left out: pyiceberg decodes Avro in C, without bounds."""
     ingested(folder)
-    whole = {
-        file: file.read_bytes()
-        for file in sorted((folder / "home").rglob("*"))
-        if file.suffix in (".avro", ".json") and "metadata" in file.parts
-    }
-    require(len(whole) >= 3, "the table has no metadata")
+    whole = {file: file.read_bytes() for file in sorted((folder / "home").rglob("*.metadata.json"))}
+    require(whole, "the table has no metadata")
 
     def case(random: Random) -> None:
         file = random.choice(list(whole))

@@ -19,7 +19,7 @@ from pipeline.config.run import EXECUTION_KEYS
 from pipeline.data.columns import NAME
 from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.opening import SourceContext, open_raw_rows, open_source_rows
+from pipeline.extraction.opening import SourceContext, duckdb_limits, open_raw_rows, open_source_rows
 from pipeline.extraction.samples import guess_unit, plain_name
 from pipeline.extraction.sources import ROW, key_family
 from pipeline.extraction.text import FILE
@@ -39,7 +39,6 @@ from storage.warehouse import Warehouse
 
 ONE_DAY = "2000-01-01"
 """Day of all rows of `path` if no column gives one."""
-MEMORY = "512MB"
 FEW_BAD = 0.01
 """Share of labels other than 0 and 1 that is left to the quarantine."""
 MACHINE_KEYS = EXECUTION_KEYS["training"] | {
@@ -120,7 +119,7 @@ def look(job: DraftJob, files: bool) -> Look:
         if warehouse.has_table(draft.name) and not files:
             snapshot = warehouse.current(draft.name)
             spill = stack.enter_context(ScratchFolder("suggest-", warehouse.home / "tmp"))
-            connection = stack.enter_context(connect([], Path(spill), MEMORY))
+            connection = stack.enter_context(connect([], Path(spill), **duckdb_limits(None)))
             days = warehouse.day_rows(snapshot)
             reader = warehouse.reader(snapshot, warehouse.schema(snapshot).names)
             types = types_of(connection, reader.empty())
