@@ -49,6 +49,8 @@ BODIES = 64
 """Different queries."""
 START_SECONDS = 120.0
 MOST_CONNECTIONS = 512
+PAUSE_SECONDS = 0.2
+"""Between two requests of a caller while versions change: the processors are for loading, too."""
 
 
 def main(words: Sequence[str]) -> None:
@@ -491,7 +493,7 @@ def reload_under_load(
     """Moves the champion between two versions under load, and compares every answer with that of its version."""
     from pipeline.registration.aliases import list_versions
     from pipeline.registration.scorer import LoadedModel
-    from pipeline.registration.versions import download_packed
+    from pipeline.registration.versions import EXAMPLE, download_beside, download_packed
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-model-")))
     versions = list_versions(tracker, name)[:2]
@@ -502,7 +504,8 @@ def reload_under_load(
         (folder / str(version)).mkdir()
         packed = download_packed(tracker, name, version, folder / str(version))
         loaded = LoadedModel(packed)
-        body = body or (folder / str(version) / "serving_input_example.json").read_bytes()
+        download_beside(tracker, name, version, EXAMPLE, folder / str(version))
+        body = body or (folder / str(version) / EXAMPLE).read_bytes()
         split = json.loads(body)["dataframe_split"]
         columns = {key: [row[place] for row in split["data"]] for place, key in enumerate(split["columns"])}
         expected[str(version)] = loaded.probabilities(columns).tolist()
@@ -549,6 +552,7 @@ async def _reload(
                 seen["failed"] += 1
             elif [row["probability"] for row in json.loads(answer)["predictions"]] != expected[current["version"]]:
                 seen["wrong"] += 1
+            await asyncio.sleep(PAUSE_SECONDS)
 
     async def move() -> int:
         for number in range(count):

@@ -13,8 +13,6 @@ from pipeline.registration.request import TYPES
 from pipeline.registration.scorer import LoadedModel, check_finite
 from pipeline.registration.sides import Ranking, TwoSides
 
-EXAMPLE = "serving_input_example.json"
-"""File beside the packed model: a body for /invocations, made of rows of the training."""
 WARM_ROWS = (1, 1_000)
 
 

@@ -20,6 +20,10 @@ IDENTITY = "identity"
 """Tag of a version: the identity of the work it was made from."""
 TRAINED_FROM = "trained_from"
 """Tag of a daily version: the version that it continues, or `scratch`."""
+PACKED = "artifacts/model"
+"""Folder of the packed model among the files of a version."""
+EXAMPLE = "serving_input_example.json"
+"""File of a version: a body for /invocations, made of rows of the training. Old versions have none."""
 FILES = "files_sha256"
 """Tag of a version: names and hashes of the packed files as JSON, to detect later damage."""
 HASHES = "hashes.json"
@@ -44,15 +48,25 @@ def find_registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | 
 def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
     """Downloads the packed model of a version from the registry into a folder.
 
+    The 300 files of code that MLflow's own server needs stay where they are.
+
     Raises:
         RegistryError: If its files differ from the registered ones.
     """
     where = f"model '{name}', version {version}"
     hashes = _read_hashes(tracker.client.get_model_version(name, str(version)).tags.get(FILES), where)
-    mlflow.artifacts.download_artifacts(f"models:/{name}/{version}", dst_path=str(folder), tracking_uri=tracker.uri)
-    packed = folder / "artifacts" / "model"
-    check_files(where, packed, hashes)
-    return packed
+    download_beside(tracker, name, version, PACKED, folder)
+    check_files(where, folder / PACKED, hashes)
+    return folder / PACKED
+
+
+def download_beside(tracker: Tracker, name: str, version: int, path: str, folder: Path) -> None:
+    """Downloads a file or folder of a version to the same path in `folder`, if the version has it."""
+    uri = f"models:/{name}/{version}"
+    parent = f"{uri}/{path}".rpartition("/")[0]
+    present = mlflow.artifacts.list_artifacts(parent, tracking_uri=tracker.uri)
+    if path in {one.path for one in present}:
+        mlflow.artifacts.download_artifacts(f"{uri}/{path}", dst_path=str(folder), tracking_uri=tracker.uri)
 
 
 def _read_hashes(tag: str | None, where: str) -> dict[str, str]:

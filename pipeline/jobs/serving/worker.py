@@ -17,10 +17,11 @@ def load(folder: Path, threads: int) -> "ServedModel":
     """Loads a version that was downloaded to a folder, and makes it ready to answer."""
     import torch  # only now: the process answers while it imports this
 
-    from pipeline.registration.served import EXAMPLE, open_served
+    from pipeline.registration.served import open_served
+    from pipeline.registration.versions import EXAMPLE, PACKED
 
     torch.set_num_threads(threads)
-    model = open_served(folder / "artifacts" / "model")
+    model = open_served(folder / PACKED)
     model.warm(folder / EXAMPLE)
     return model
 
