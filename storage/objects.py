@@ -30,6 +30,9 @@ _VARIABLES = {
     "AWS_ENDPOINT_URL_S3": "s3.endpoint",
 }
 """Variables that Amazon's tools read and pyarrow does not. Later ones take precedence."""
+AMAZON = "amazonaws.com"
+CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
+"""Amazon's variable. Its library reads it for each client that it makes."""
 COPY_BYTES = 8 << 20
 """Read and written at a time."""
 
@@ -63,9 +66,16 @@ def is_address(text: str) -> bool:
 
 
 def add_variables(properties: Mapping[str, str]) -> dict[str, str]:
-    """Adds what the environment says of the store's address and region to properties that do not say it."""
+    """Adds what the environment says of the store's address and region to properties that do not say it.
+
+    A store that is not Amazon's is written to as before 2025, unless the environment says otherwise. Since then Amazon's
+    library sends checksums behind the content and no length before it, which stores such as Ceph 16 refuse.
+    """
     found = {name: os.environ[variable] for variable, name in _VARIABLES.items() if variable in os.environ}
-    return found | dict(properties)
+    known = found | dict(properties)
+    if AMAZON not in known.get("s3.endpoint", AMAZON):
+        os.environ.setdefault(CHECKSUMS, "when_required")
+    return known
 
 
 def find_objects(pattern: str, properties: Mapping[str, str]) -> list[ObjectFile]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.ceph import serving_ceph
 from tests.ports import free_port
 
 SERVE = "import sys; from moto.server import main; main(['--host', sys.argv[1], '--port', sys.argv[2]])"
@@ -58,26 +59,33 @@ class Store(NamedTuple):
 
 @contextmanager
 def serving_objects(folder: Path) -> Iterator[Store]:
-    """Runs the server in a process of its own."""
+    """Runs a server in processes of its own: moto's, or Ceph's gateway where `DLRM_TEST_STORE` says `ceph`."""
+    with serving_ceph(folder / "ceph") if os.environ.get("DLRM_TEST_STORE") == "ceph" else _serving_moto(folder) as one:
+        store = Store(one, "logs")
+        store.client().create_bucket(Bucket=store.bucket)
+        yield store
+
+
+@contextmanager
+def _serving_moto(folder: Path) -> Iterator[str]:
     pytest.importorskip("moto", reason="the S3 server comes with `make setup EXTRAS=objects`")
     port = free_port()
     with (folder / "moto.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", SERVE, "127.0.0.1", str(port)], stdout=log, stderr=log, env=os.environ
         )
-    store = Store(f"http://127.0.0.1:{port}", "logs")
+    endpoint = f"http://127.0.0.1:{port}"
     try:
         limit = time.monotonic() + 120
         while True:
             try:
-                urllib.request.urlopen(f"{store.endpoint}/moto-api/", timeout=5)
+                urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5)
                 break
             except OSError:
                 if process.poll() is not None or time.monotonic() > limit:
                     raise AssertionError((folder / "moto.log").read_text()) from None
                 time.sleep(0.1)
-        store.client().create_bucket(Bucket=store.bucket)
-        yield store
+        yield endpoint
     finally:
         process.kill()
         process.wait()

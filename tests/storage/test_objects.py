@@ -1,6 +1,10 @@
 """Files of an S3 server: listed as pathlib lists the same tree on a disk, opened, and read by DuckDB."""
 
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import duckdb
@@ -9,7 +13,7 @@ import pytest
 from pipeline.data.files import find_files, stamp
 from pipeline.extraction.sources import as_pattern
 from storage.errors import StorageError
-from storage.objects import ObjectFile, find_objects, open_file
+from storage.objects import CHECKSUMS, ObjectFile, ObjectFolder, add_variables, find_objects, open_file
 from storage.query import connect
 from tests.objects import Store, serving_objects
 
@@ -81,3 +85,63 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one(store: Store) -> None:
         find_objects("s3://logs/in/*.csv", store.properties | {"s3.endpoint": "http://127.0.0.1:9"})
     with pytest.raises(StorageError, match=r"begins with one of s3, .*, got 'ftp'"):
         find_objects("ftp://logs/*.csv", {})
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """Hands requests on to the store, but refuses content without a length before it, as Ceph 16 does."""
+
+    protocol_version, upstream = "HTTP/1.1", ""
+
+    def do_PUT(self) -> None:
+        if "content-length" not in self.headers:
+            self.close_connection = True
+            self._answer(411, b"")
+            return
+        body = self.rfile.read(int(self.headers["content-length"]))
+        port = int(self.upstream.rpartition(":")[2])
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        answer = connection.getresponse()
+        self._answer(answer.status, answer.read(), {name: answer.headers[name] for name in answer.headers})
+
+    do_POST = do_PUT
+
+    def _answer(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection", "server", "date"):
+                self.send_header(name, value)
+        self.send_header("content-length", f"{len(body)}")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+def test_a_store_that_wants_lengths_is_written_to(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CHECKSUMS, raising=False)
+    monkeypatch.setattr(Gateway, "upstream", store.endpoint)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        monkeypatch.setenv(CHECKSUMS, "when_supported")  # what the environment says is kept
+        properties = store.properties | {"s3.endpoint": f"http://127.0.0.1:{server.server_port}"}
+        with pytest.raises(StorageError, match="411"):
+            ObjectFolder("s3://logs/lengths", {**properties, "s3.connect-timeout": "9"}).write("a", b"1")
+        monkeypatch.delenv(CHECKSUMS)
+        ObjectFolder("s3://logs/lengths", properties).write("a", b"2")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert ObjectFolder("s3://logs/lengths", store.properties).read("a") == b"2"
+
+
+def test_amazon_is_written_to_as_its_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CHECKSUMS, raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    assert add_variables({"s3.region": "eu-west-1"}) == {"s3.region": "eu-west-1"}
+    add_variables({"s3.endpoint": "https://s3.eu-west-1.amazonaws.com"})
+    assert CHECKSUMS not in os.environ
