@@ -19,7 +19,7 @@ from pipeline.jobs.tables.layout import change_layout
 def layout(
     config: RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
-    action: Literal["propose", "apply", "measure", "compact", "flatten", "expire", "vacuum"] = "propose",
+    action: Literal["propose", "apply", "measure", "ladder", "compact", "flatten", "expire", "vacuum"] = "propose",
     table: str | None = None,
     order_by: list[str] = [],  # noqa: B006  Prefect shows it in its form
     recent_days: PositiveFloat = 30,
@@ -35,12 +35,13 @@ def layout(
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
         action: propose prints a layout and its expected gain; apply rewrites the days in that layout, one commit each,
-            and resumes after an interruption; measure times a read of the config's columns; compact merges the small
-            files of a day and drops deleted rows; flatten writes each key of the table's maps as a column; expire
-            removes old snapshots without a tag or branch; vacuum removes files that no snapshot references.
+            and resumes after an interruption; measure times a read of the config's columns; ladder measures on a
+            sample what each step gains, from maps of features to popular columns in large row groups; compact merges
+            the small files of a day and drops deleted rows; flatten writes each key of the table's maps as a column;
+            expire removes old snapshots without a tag or branch; vacuum removes files that no snapshot references.
         table: Table of the warehouse; None: the table of the config.
         order_by: Columns to sort the rows of each file by, such as a session; for propose and apply.
-        recent_days: The proposal counts the runs of this many days.
+        recent_days: The proposal and the ladder count the runs of this many days.
         megabytes_per_second: Speed of the storage, to weigh bytes read against decode time.
         older_than_days: Minimum age of the snapshots that expire.
         older_than_hours: Minimum age of the files that vacuum removes; longer than any writer takes to commit.

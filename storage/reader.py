@@ -3,6 +3,7 @@
 import copy
 import datetime
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ class SnapshotReader:
         bytes_read: Bytes of the columns read so far, compressed.
         bytes_stored: Bytes of all columns of the row groups read so far, compressed.
         reads: Contiguous reads so far. Adjacent columns are one; on an object store, so are columns with a small gap.
+        read_sizes: Power of two -> reads of fewer bytes than that, and of at least half as many.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class SnapshotReader:
                     f"Closest: {closest_names(name, arrow.names)}. Correct the name.",
                 )  # fmt: skip
         self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
+        self.read_sizes: Counter[str] = Counter()
         self._gap_bytes = Layout.gap_of(table.properties)
         self._cache = cache or ReadCache()
         self._left_out = LeftOut(table, rule_of(table, reference), self._cache)
@@ -173,7 +176,7 @@ class SnapshotReader:
         for part in ("_ids", "_types", "_defaults", "_keys"):
             whole = getattr(self, part)
             setattr(made, part, {name: value for name, value in whole.items() if name in needed})
-        made.bytes_read, made.bytes_stored, made.reads = 0, 0, 0
+        made.bytes_read, made.bytes_stored, made.reads, made.read_sizes = 0, 0, 0, Counter()
         return made
 
     def empty(self) -> pa.Table:
@@ -259,8 +262,10 @@ class SnapshotReader:
         wanted = list(find_chunks(group, names))
         ranges = merge_ranges(wanted, 0 if local else self._gap_bytes)
         self.bytes_stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-        self.bytes_read += sum(part.end - part.begin for part in ranges)
+        sizes = [part.end - part.begin for part in ranges]
+        self.bytes_read += sum(sizes)
         self.reads += len(ranges)
+        self.read_sizes.update(f"{1 << size.bit_length()}" for size in sizes)
         return ranges
 
     def open(self, path: str) -> pq.ParquetFile:

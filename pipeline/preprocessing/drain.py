@@ -44,6 +44,8 @@ class DrainResult(BaseModel, frozen=True):
     """Size of all columns of the row groups read."""
     reads: int
     """Contiguous ranges of files read. Adjacent columns are one range."""
+    read_sizes: dict[str, int]
+    """Power of two -> reads of fewer bytes than that, and of at least half as many."""
     op_seconds: dict[str, float]
     """Worker time by op. `arrow` is the conversion from Arrow to plain buffers."""
     counts: dict[str, int]
@@ -99,6 +101,7 @@ def drain(
         bytes_read=costs.bytes_read,
         bytes_stored=costs.bytes_stored,
         reads=costs.reads,
+        read_sizes=dict(costs.read_sizes),
         op_seconds=dict(costs.op_seconds),
         counts=dict(costs.counts),
         peak_rss_mb=totals.peak_rss_mb,

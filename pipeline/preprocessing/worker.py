@@ -51,6 +51,8 @@ class Costs:
     """Values changed by a declared rule."""
     reads: int = 0
     """Contiguous ranges of files read."""
+    read_sizes: Numbers = field(default_factory=Counter)
+    """Power of two -> reads of fewer bytes than that."""
 
     def add(self, other: "Costs") -> None:
         """Adds the costs of other work."""
@@ -60,6 +62,7 @@ class Costs:
         self.bytes_read += other.bytes_read
         self.bytes_stored += other.bytes_stored
         self.reads += other.reads
+        self.read_sizes.update(other.read_sizes)
         self.op_seconds.update(other.op_seconds)
         self.counts.update(other.counts)
 
@@ -145,6 +148,7 @@ class Worker:
         """
         reader = self.reader
         costs = Costs(bytes_read=-reader.bytes_read, bytes_stored=-reader.bytes_stored, reads=-reader.reads)
+        sizes = Counter(reader.read_sizes)
         count, clock = 0, _Clock()
         for chunk, rows in enumerate(part for fragment in split.fragments for part in self._read_chunks(fragment)):
             costs.read_seconds += clock.lap()
@@ -160,6 +164,7 @@ class Worker:
         costs.bytes_read += reader.bytes_read
         costs.bytes_stored += reader.bytes_stored
         costs.reads += reader.reads
+        costs.read_sizes.update(reader.read_sizes - sizes)
         return count, costs
 
     def _read_chunks(self, fragment: Fragment) -> Iterator[pa.RecordBatch | pa.Table]:

@@ -50,15 +50,17 @@ class Footers:
         self.reader = SnapshotReader(table, reference, [], None)
         self.names = {field.field_id: field.name for field in self.reader.schema.fields}
 
-    def columns(self) -> dict[str, StoredColumn]:
-        """Reads all footers and returns the columns that any file has, in the table's order.
+    def columns(self, days: Collection[datetime.date] | None = None) -> dict[str, StoredColumn]:
+        """Reads the footers of the days and returns the columns that any of their files has, in the table's order.
 
+        Args:
+            days: None: all.
         Raises:
             CorruptFileError: If a file is unreadable.
         """
         sums: dict[str, int] = {}
         first: dict[str, datetime.date] = {}
-        files = self._files(None)
+        files = self._files(days)
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
             for (day, _), found in zip(files, pool.map(lambda file: self._bytes(file[1]), files), strict=True):
                 for name, size in found.items():

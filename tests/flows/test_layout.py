@@ -37,6 +37,19 @@ def test_a_table_is_laid_out_for_its_readers(command, tmp_path):
         "by": "preprocess", "rows": epoch["rows"], "bytes_read": epoch["bytes_read"], "reads": epoch["reads"]
     }  # fmt: skip
 
+    assert sum(kept["read_sizes"].values()) == epoch["reads"]
+    assert set(kept["popularity"]) == {"0.5", "0.8", "0.95"}
+    assert 0 < kept["popularity"]["0.8"] < kept["bytes_read"] / kept["bytes_stored"] + 0.05  # one run: its own columns
+
+    files = sorted(path.name for path in (tmp_path / "warehouse").rglob("*.parquet"))
+    code, ladder, said = command(layout, CONFIG, INLINE, "action=ladder", home=tmp_path)
+    assert (code, len(ladder["steps"]), ladder["runs"]) == (0, 7, 1)
+    assert ladder["read"] == len(kept["columns"]) < ladder["columns"]
+    assert [step["published"] for step in ladder["steps"]][-1] == [2.94, 2.41]
+    assert ladder["steps"][0]["bytes_read"] > ladder["steps"][1]["bytes_read"] == ladder["steps"][3]["bytes_read"]
+    assert "7. large row groups: 1 reads of about" in said
+    assert sorted(path.name for path in (tmp_path / "warehouse").rglob("*.parquet")) == files
+
     code, proposal, said = command(layout, CONFIG, INLINE, home=tmp_path)
     assert (code, proposal["action"], proposal["runs"]) == (0, "propose", 1)
     assert set(proposal["layout"]["first"]) == set(kept["columns"]) == set(proposal["wanted"])
@@ -86,5 +99,11 @@ def test_invalid_actions_are_refused(command, tmp_path):
     assert result["error"].startswith("column 'no_such': expected a column of table 'smoke'")
     code, result, _ = command(layout, CONFIG, "action=destroy", home=tmp_path)
     assert (code, "action" in result["error"]) == (1, True)
+    code, result, _ = command(layout, CONFIG, "action=ladder", "table=smoke_profile", home=tmp_path)
+    assert (code, result["error"]) == (1, "table: expected the table of the config, 'smoke', got 'smoke_profile'. "
+        "Leave out table=, or give the config of that table.")  # fmt: skip
+    words = ("action=ladder", "features.joined=[{table: users, on: [cat_user]}]")
+    code, result, _ = command(layout, CONFIG, *words, home=tmp_path)
+    assert (code, "features.joined: expected columns of the table" in result["error"]) == (1, True)
     warehouse = Warehouse(WarehouseConfig(), tmp_path / "warehouse")
     assert layout_of(warehouse, "smoke").first == ()

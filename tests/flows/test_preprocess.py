@@ -50,6 +50,7 @@ KEYS = [
     "bytes_read",
     "bytes_stored",
     "reads",
+    "read_sizes",
     "op_seconds",
     "counts",
     "peak_rss_mb",

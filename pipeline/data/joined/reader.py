@@ -1,6 +1,7 @@
 """Reads a pinned snapshot with columns of feature sources joined to its own. Nothing is written."""
 
 import datetime
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -164,6 +165,11 @@ class FeatureJoinReader:
     def reads(self) -> int:
         """Contiguous reads of the table's files so far."""
         return self.inner.reads
+
+    @property
+    def read_sizes(self) -> Counter[str]:
+        """Sizes of the reads of the table's files so far, as `SnapshotReader.read_sizes`."""
+        return self.inner.read_sizes
 
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
         """Lists the row groups of the snapshot by day, file and position."""

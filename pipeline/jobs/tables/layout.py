@@ -8,13 +8,15 @@ from typing import Any
 
 from pipeline.config import load
 from pipeline.jobs.console import step
+from pipeline.jobs.tables.ladder import measure_steps
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Costs
+from storage.layout.columns import Footers
 from storage.layout.flatten import add_columns, count_keys, days_with_maps, drop_maps, flattened, refuse_new_keys
 from storage.layout.proposal import Proposal, propose
-from storage.layout.reads import ReadRecord, load_reads, record_read
+from storage.layout.reads import ReadRecord, load_reads, read_percentiles, record_read, traffic_curve
 from storage.layout.rewrite import (
     RewriteResult,
     days_in_other_layouts,
@@ -28,17 +30,31 @@ from storage.reader import SnapshotRef
 
 READS = "reads"
 """Folder below home with records of what runs read."""
+POPULARITY_AGE = datetime.timedelta(days=7)
+"""Runs that count for the popularity of columns (Zhao et al. 2022, section 7)."""
 Result = dict[str, Any]
 
 
 def save_read(workspace: Workspace, by: str, spec: DataSpec, rows: int, costs: Costs) -> None:
     """Records what a run read. The layout of its table is proposed from such records."""
-    now = datetime.datetime.now(datetime.UTC)
+    now, table = datetime.datetime.now(datetime.UTC), spec.snapshot.table
     read = ReadRecord(
-        table=spec.snapshot.table, by=by, at=now, columns=tuple(spec.columns), rows=rows, bytes_read=costs.bytes_read,
+        table=table, by=by, at=now, columns=tuple(spec.columns), rows=rows, bytes_read=costs.bytes_read,
         bytes_stored=costs.bytes_stored, reads=costs.reads, seconds=costs.read_seconds,
+        read_sizes=dict(costs.read_sizes), read_percentiles=read_percentiles(costs.read_sizes),
+        popularity=_measure_popularity(workspace, spec, rows, now - POPULARITY_AGE),
     )  # fmt: skip
     record_read(workspace.home / READS, read)
+
+
+def _measure_popularity(workspace: Workspace, spec: DataSpec, rows: int, since: datetime.datetime) -> dict[str, float]:
+    """Returns the curve of the runs since a time, and of one that has just read `rows` of `spec`."""
+    if not spec.selection.days:
+        return {}
+    recent = load_reads(workspace.home / READS, spec.snapshot.table, since)
+    footers = Footers(workspace.warehouse.table(spec.snapshot.table), spec.snapshot)
+    stored = {name: one.bytes for name, one in footers.columns([max(spec.selection.days)]).items()}
+    return traffic_curve([*((read.columns, read.rows) for read in recent), (spec.columns, rows)], stored)
 
 
 @step("propose")
@@ -158,12 +174,16 @@ def _make_proposal(
     workspace: Workspace, name: str, order_by: Sequence[str], recent_days: float, megabytes_per_second: float
 ) -> Proposal:
     warehouse = workspace.warehouse
-    since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=recent_days)
-    reads = load_reads(workspace.home / READS, name, since)
+    reads = _recent_reads(workspace, name, recent_days)
     reference, wanted = warehouse.current(name), _select_columns(workspace, name)
     warehouse.reader(reference, list(order_by))  # refuses names that are not columns of the table
     speed = megabytes_per_second * 1e6
     return propose(warehouse, reference, layout_of(warehouse, name), reads, wanted, order_by, speed)
+
+
+def _recent_reads(workspace: Workspace, name: str, days: float) -> list[ReadRecord]:
+    since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
+    return load_reads(workspace.home / READS, name, since)
 
 
 def _select_columns(workspace: Workspace, name: str) -> list[str]:
@@ -239,7 +259,7 @@ def change_layout(workspace: Workspace, action: str, name: str, options: dict[st
     """Runs one action of `flows.layout` on a table.
 
     Args:
-        action: propose, apply, measure, compact, flatten, expire or vacuum.
+        action: propose, apply, measure, ladder, compact, flatten, expire or vacuum.
         name: Table of the warehouse.
         options: Parameters of the flow by name.
     """
@@ -249,6 +269,8 @@ def change_layout(workspace: Workspace, action: str, name: str, options: dict[st
             return propose_layout(workspace, name, *proposal)
         case "apply":
             return apply_layout(workspace, name, *proposal, options["force"])
+        case "ladder":
+            return measure_steps(workspace, name, _recent_reads(workspace, name, options["recent_days"]))
         case "measure":
             return measure_reads(workspace, name)
         case "compact":

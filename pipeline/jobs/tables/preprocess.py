@@ -40,6 +40,7 @@ def preprocess_epoch(workspace: Workspace, snapshot_id: int | None, epoch: int) 
             logger.warning,
             show,
         )
-    costs = {name: getattr(drained, name) for name in ("read_seconds", "bytes_read", "bytes_stored", "reads")}
-    save_read(workspace, "preprocess", data, drained.rows, Costs(**costs))
+    read = ("read_seconds", "bytes_read", "bytes_stored", "reads", "read_sizes")
+    costs = Costs.from_json({name: getattr(drained, name) for name in read})
+    save_read(workspace, "preprocess", data, drained.rows, costs)
     return {"status": "ok", "snapshot_id": snapshot.snapshot_id, "plan_hash": data.plan.hash} | drained.model_dump()

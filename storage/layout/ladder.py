@@ -1,0 +1,284 @@
+"""What each step of storing and reading features gains, measured on a sample of a table's rows.
+
+Source:
+    Zhao et al. 2022, arXiv:2108.09373, table 12: from maps of features, read whole, to columns in popular order.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel
+from pyiceberg.io import FileIO
+
+from storage.footer import read_footer
+from storage.layout.reads import read_percentiles
+from storage.layout.spec import Layout
+from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
+from storage.reader import READ_OPTIONS, READ_ROWS, SnapshotReader
+from storage.snapshot.maps import MapEntries
+from storage.writer import write_parquet
+
+ROUNDS = 5
+SMALL_GROUPS = 8
+"""Row groups of the sample before the last step, which has one."""
+SAMPLE_ROWS, SAMPLE_BYTES = 32_768, 256_000_000
+"""Most rows of a sample, and about its most bytes in memory."""
+DISK_SECONDS, DISK_BYTES = 0.008, 150e6
+"""A hard disk, as those of the paper: seconds until a read starts, then bytes per second."""
+
+Transform = Callable[[pa.RecordBatch, bool], object]
+"""Transforms rows: each op alone, or as a worker does."""
+
+
+class LadderStep(NamedTuple):
+    """A step of the ladder. Each differs from the one before in one thing."""
+
+    adds: str
+    published: tuple[float, float]
+    """Throughput of a worker and of the storage in the paper, relative to the first step."""
+    maps: bool = False
+    """Whether the features are entries of maps in the files, or columns."""
+    by_row: bool = False
+    """Whether the features of a row stand together in memory, or the values of a feature."""
+    fused: bool = True
+    coalesced: bool = True
+    popular: bool = True
+    groups: int = SMALL_GROUPS
+
+
+STEPS = (
+    LadderStep("maps of features", (1.0, 1.0), True, True, False, False, False),
+    LadderStep("a column for each feature", (2.0, 0.03), False, True, False, False, False),
+    LadderStep("columns in memory", (2.3, 0.03), False, False, False, False, False),
+    LadderStep("local optimisations", (2.94, 0.03), False, False, True, False, False),
+    LadderStep("coalesced reads", (2.94, 0.99), False, False, True, True, False),
+    LadderStep("popular columns first", (2.94, 1.84), False, False, True, True, True),
+    LadderStep("large row groups", (2.94, 2.41), False, False, True, True, True, 1),
+)
+
+
+class StepStats(BaseModel, frozen=True, use_attribute_docstrings=True):
+    """What reading the wanted features costs at a step. Footers are read once before, and do not count."""
+
+    adds: str
+    bytes_stored: int
+    bytes_read: int
+    reads: int
+    read_percentiles: dict[str, int]
+    """As in `ReadRecord`."""
+    request_milliseconds: dict[str, float]
+    """`50` and `99` -> percentile of the time of a read."""
+    fetch_seconds: float
+    """All reads of the sample, one after the other."""
+    worker_seconds: float
+    """Decoding and transforming the sample on one thread, from memory."""
+    worker: float
+    """Rows per second of a worker, relative to the first step."""
+    storage: float
+    """Rows per second of the storage at one read at a time, relative to the first step."""
+    disk: float
+    """The same of the model of a disk."""
+    worker_rows_per_second: float
+    storage_rows_per_second: float
+    published: tuple[float, float]
+    """`worker` and `storage` in the paper."""
+
+
+def take_sample(reader: SnapshotReader) -> pa.Table:
+    """Reads the first rows of the newest day of a reader."""
+    fragments, parts = reader.fragments(), [reader.empty()]
+    for fragment in (one for one in fragments if one.day == fragments[-1].day):
+        for batch in reader.batches(fragment):
+            parts.append(pa.Table.from_batches([batch]))
+            rows = sum(part.num_rows for part in parts)
+            if rows >= SAMPLE_ROWS or sum(part.nbytes for part in parts) >= SAMPLE_BYTES:
+                return pa.concat_tables(parts).slice(0, SAMPLE_ROWS).combine_chunks()
+    return pa.concat_tables(parts).combine_chunks()
+
+
+def measure_ladder(
+    sample: pa.Table,
+    wanted: Sequence[str],
+    popular: Sequence[str],
+    layout: Layout,
+    store: tuple[FileIO, str],
+    transform: Transform,
+    report: Callable[[int, int], object] = lambda done, total: None,
+) -> list[StepStats]:
+    """Writes a sample in the layout of each step, reads it back and removes it.
+
+    Args:
+        sample: A column for each feature.
+        wanted: The columns that are read.
+        popular: The columns that any run read, those of most runs first.
+        layout: Codecs and sizes of the files. Its order of columns and its row groups do not count.
+        store: Where to write: a folder that does not exist yet.
+        transform: See `Transform`.
+        report: Called with finished and all steps.
+    """
+    io, folder = store
+    written: dict[tuple[bool, bool, int], str] = {}
+    runs: list[_StepRun] = []
+    try:
+        for step in STEPS:
+            kind = (step.maps, step.popular, step.groups)
+            if kind not in written:
+                written[kind] = f"{folder}/{len(written)}.parquet"
+                changes = {"first": tuple(popular) if step.popular else (), "order_by": ()}
+                rows = -(-sample.num_rows // step.groups)
+                own = layout.model_copy(update={**changes, "row_group_rows": max(rows, 1)})
+                _write(io, written[kind], as_maps(sample) if step.maps else sample, own)
+            gap_bytes = layout.gap_bytes if step.coalesced else 0
+            runs.append(_StepRun(step, io, written[kind], sample.schema, wanted, gap_bytes))
+        for number in range(ROUNDS + 1):
+            report(number, ROUNDS + 1)
+            for run in runs:  # in turn: whatever else this machine does meets all steps
+                run.repeat(transform)
+        report(ROUNDS + 1, ROUNDS + 1)
+        return [run.stats(runs[0]) for run in runs]
+    finally:
+        for path in written.values():
+            io.delete(path)
+
+
+def as_maps(rows: pa.Table) -> pa.Table:
+    """Puts all columns into maps, one for each type of values. The key is the position of the column.
+
+    Example:
+        >>> as_maps(pa.table({"a": [1, None], "b": [2, 3]})).to_pylist()
+        [{'map_0': [(0, 1), (1, 2)]}, {'map_0': [(1, 3)]}]
+    """
+    return pa.table({f"map_{i}": _pack(rows, places) for i, places in enumerate(_places_by_type(rows.schema))})
+
+
+def _places_by_type(schema: pa.Schema) -> list[list[int]]:
+    """Returns the positions of the columns of each type."""
+    places: dict[pa.DataType, list[int]] = {}
+    for i, field in enumerate(schema):
+        places.setdefault(field.type, []).append(i)
+    return list(places.values())
+
+
+def _pack(rows: pa.Table, places: Sequence[int]) -> pa.MapArray:
+    arrays = [pa.concat_arrays(rows.column(i).chunks) for i in places]
+    present = np.stack([array.is_valid().to_numpy(zero_copy_only=False) for array in arrays])
+    offsets = np.concatenate([[0], np.cumsum(present.sum(axis=0))]).astype(np.int32)
+    row, which = np.nonzero(present.T)
+    items = pa.concat_arrays(arrays).take(pa.array(which * rows.num_rows + row))
+    return pa.MapArray.from_arrays(pa.array(offsets), pa.array(np.asarray(places, np.int32)[which]), items)
+
+
+def _unpack(maps: Iterable[pa.MapArray], schema: pa.Schema, wanted: Sequence[str]) -> pa.RecordBatch:
+    """Returns columns of rows whose features stand in maps, as `as_maps` makes them of `schema`."""
+    columns: dict[str, pa.Array] = {}
+    names = frozenset(wanted)
+    for entries, places in zip(map(MapEntries, maps), _places_by_type(schema), strict=True):
+        chosen = {schema.names[i]: i for i in places if schema.names[i] in names}
+        columns |= {name: entries.column(i, False) for name, i in chosen.items()}
+    return pa.RecordBatch.from_arrays([columns[name] for name in wanted], list(wanted))
+
+
+def _write(io: FileIO, path: str, rows: pa.Table, layout: Layout) -> None:
+    with io.new_output(path).create() as stream:
+        write_parquet(stream, rows.select(layout.in_order(rows.column_names)), layout)
+
+
+class _StepRun:
+    """Reads the file of a step again and again."""
+
+    def __init__(
+        self, step: LadderStep, io: FileIO, path: str, schema: pa.Schema, wanted: Sequence[str], gap_bytes: int
+    ) -> None:
+        self.step, self.schema, self.wanted = step, schema, wanted
+        self.file = io.new_input(path).open()
+        self.metadata = read_footer(self.file, checked=True)
+        self.groups = [self.metadata.row_group(i) for i in range(self.metadata.num_row_groups)]
+        names = set(wanted)
+        self.columns = [name for name in self.metadata.schema.to_arrow_schema().names if step.maps or name in names]
+        self.ranges = [merge_ranges(list(find_chunks(one, set(self.columns))), gap_bytes) for one in self.groups]
+        self.requests: list[float] = []
+        """Seconds of each read."""
+        self.fetches: list[float] = []
+        self.works: list[float] = []
+
+    def repeat(self, transform: Transform) -> None:
+        """Fetches, decodes and transforms the sample once."""
+        parts, times = _fetch(self.file, self.ranges)
+        began = time.perf_counter()
+        for group, ranges in enumerate(self.ranges):
+            for rows in self._decode({part: parts[part] for part in ranges}, group):
+                transform(self._in_memory(rows), self.step.fused)
+        self.works.append(time.perf_counter() - began)
+        self.fetches.append(sum(times))
+        self.requests += times
+
+    def stats(self, first: "_StepRun") -> StepStats:
+        """Returns the figures, relative to those of the first step."""
+        sizes = [part.end - part.begin for one in self.ranges for part in one]
+        chunks = (one.column(i) for one in self.groups for i in range(one.num_columns))
+        times = np.percentile(1e3 * np.array(self.requests), (50, 99))
+        return StepStats(
+            adds=self.step.adds,
+            bytes_stored=sum(chunk.total_compressed_size for chunk in chunks),
+            bytes_read=sum(sizes),
+            reads=len(sizes),
+            read_percentiles=read_percentiles(Counter(f"{1 << size.bit_length()}" for size in sizes)),
+            request_milliseconds={"50": round(float(times[0]), 3), "99": round(float(times[1]), 3)},
+            fetch_seconds=self.fetch_seconds,
+            worker_seconds=self.worker_seconds,
+            worker=first.worker_seconds / self.worker_seconds,
+            storage=first.fetch_seconds / self.fetch_seconds,
+            disk=first.disk_seconds / self.disk_seconds,
+            worker_rows_per_second=self.metadata.num_rows / self.worker_seconds,
+            storage_rows_per_second=self.metadata.num_rows / self.fetch_seconds,
+            published=self.step.published,
+        )
+
+    @property
+    def fetch_seconds(self) -> float:
+        """Median over the rounds after the first, which compiles and connects."""
+        return median(self.fetches[1:])
+
+    @property
+    def worker_seconds(self) -> float:
+        """The same."""
+        return median(self.works[1:])
+
+    @property
+    def disk_seconds(self) -> float:
+        """By the model of a disk."""
+        sizes = [part.end - part.begin for one in self.ranges for part in one]
+        return len(sizes) * DISK_SECONDS + sum(sizes) / DISK_BYTES
+
+    def _decode(self, parts: dict[Range, bytes], group: int) -> Iterator[pa.RecordBatch]:
+        source = RangeFile(pa.BufferReader(b""), list(parts))  # nothing else is read: an error otherwise
+        source.parts, source.length = parts, max(part.end for part in parts)
+        stream = pa.PythonFile(source, "r")
+        file = pq.ParquetFile(stream, metadata=self.metadata, pre_buffer=False, **READ_OPTIONS)
+        yield from file.iter_batches(READ_ROWS, [group], self.columns, use_threads=False)
+
+    def _in_memory(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Returns decoded rows as columns, by way of maps if the step keeps the features of a row together."""
+        if self.step.maps:
+            return _unpack(rows.columns, self.schema, self.wanted)
+        if not self.step.by_row:
+            return rows
+        table = pa.Table.from_batches([rows])
+        return _unpack([_pack(table, places) for places in _places_by_type(table.schema)], table.schema, self.wanted)
+
+
+def _fetch(file: pa.NativeFile, ranges: Iterable[Sequence[Range]]) -> tuple[Mapping[Range, bytes], list[float]]:
+    """Reads all ranges, one after the other. Returns their bytes, and the seconds of each."""
+    parts: dict[Range, bytes] = {}
+    times: list[float] = []
+    for part in (part for one in ranges for part in one):
+        began = time.perf_counter()
+        parts[part] = file.read_at(part.end - part.begin, part.begin)
+        times.append(time.perf_counter() - began)
+    return parts, times
