@@ -1,4 +1,4 @@
-"""Spark with Iceberg's runtime over a catalog in Postgres that ours shares. Install it with `tests.engines.install`."""
+"""Spark with Iceberg's runtime over a catalog in Postgres that ours shares, and DuckDB's Iceberg extension. Install it with `tests.engines.install`."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyiceberg.catalog.sql import SqlCatalog
 
 from tests.postgres import serving_postgres
 
@@ -65,3 +66,39 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spark]:
         finally:
             process.terminate()
             process.wait(60)
+
+
+class DuckDb:
+    """DuckDB's Iceberg extension in a process of its own."""
+
+    def __init__(self, process: "subprocess.Popen[str]", spark: Spark) -> None:
+        self.process, self.spark = process, spark
+
+    def rows(self, catalog: str, table: str, columns: str) -> list[tuple[Any, ...]]:
+        """Returns columns of all rows of a table at its newest snapshot."""
+        location = SqlCatalog(catalog, **self.spark.properties(catalog)).load_table(table).metadata_location
+        path = location.removeprefix("file://").removeprefix("file:")
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(f"SELECT {columns} FROM iceberg_scan('{path}')") + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline() or '{"error": "DuckDB ended"}')
+        assert "error" not in answer, answer["error"]
+        return [tuple(row) for row in answer["rows"]]
+
+
+@pytest.fixture(scope="session")
+def duck(spark: Spark) -> Iterator[DuckDb]:
+    folder = Path(os.environ["DLRM_ENGINES"]) / "duckdb"
+    if not folder.is_dir():
+        pytest.skip("needs DuckDB's Iceberg extension: run `python -m tests.engines.install FOLDER` anew")
+    with (spark.folder / "duckdb.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "duckdb_shell.py"), str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+        try:
+            yield DuckDb(process, spark)
+        finally:
+            process.kill()
+            process.wait()

@@ -1,11 +1,12 @@
-"""Unpacks Spark and Iceberg's runtime for the tests beside other engines.
+"""Unpacks Spark, Iceberg's runtime and DuckDB's Iceberg extension for the tests beside other engines.
 
     python -m tests.engines.install FOLDER
     DLRM_ENGINES=FOLDER python -m pytest -m 'not gpu' tests/engines
 
-Both come from the package registry: `pyspark`, and the runtime inside `snowpark-connect-deps-iceberg`. That runtime
-expects Jackson below a package of its own, so Spark's copy is added under that name. Java 17, Postgres and
-Postgres' driver come from Debian: `openjdk-17-jre-headless`, `postgresql`, `libpostgresql-jdbc-java`.
+All come from the package registry: `pyspark`, the runtime inside `snowpark-connect-deps-iceberg`, and a DuckDB of the
+version that `duckdb-extension-iceberg` is for, in a folder of its own. The runtime expects Jackson below a package of
+its own, so Spark's copy is added under that name. Java 17, Postgres and Postgres' driver come from Debian:
+`openjdk-17-jre-headless`, `postgresql`, `libpostgresql-jdbc-java`.
 """
 
 import io
@@ -20,6 +21,7 @@ from pathlib import Path
 
 PACKAGES = ("pyspark==3.5.9", "py4j==0.10.9.7", "snowpark-connect-deps-iceberg==1.0.3")
 OLD, NEW = "com/fasterxml/jackson", "org/apache/iceberg/shaded/com/fasterxml/jackson"
+DUCKDB = ("duckdb==1.5.5", "duckdb-extension-avro==1.5.5", "duckdb-extension-iceberg==1.5.5")
 JACKSON = "relocated-jackson.jar"
 
 
@@ -40,6 +42,8 @@ def install(folder: Path) -> None:
                 shutil.move(unpacked / "pyspark", folder / "pyspark")
                 for part in ("jars", "bin"):
                     shutil.move(unpacked / "deps" / part, folder / "pyspark" / part)
+    target = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder / "duckdb")]
+    subprocess.run([*target, *DUCKDB], check=True)
     with zipfile.ZipFile(folder / JACKSON, "w", zipfile.ZIP_DEFLATED) as made:
         for jar in sorted((folder / "pyspark" / "jars").glob("jackson-[acd][nora]*-[0-9]*.jar")):
             relocate(jar, made)

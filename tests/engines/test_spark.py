@@ -12,7 +12,7 @@ from storage.config import TableConfig, WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import DAY
 from storage.warehouse import Warehouse
-from tests.engines.conftest import Spark
+from tests.engines.conftest import DuckDb, Spark
 
 ROWS = """SELECT id,
   timestamp'2025-01-01 00:30:00' + make_interval(0, 0, 0, 0, CAST(id AS INT), 7, 0) AS ts,
@@ -70,6 +70,14 @@ def by_pyiceberg(spark: Spark, name: str) -> list[int]:
     return sorted(table.scan(selected_fields=("id",)).to_arrow()["id"].to_pylist())
 
 
+def by_duckdb(duck: DuckDb, name: str, columns: str = "id, num") -> list[tuple[Any, ...]]:
+    return sorted(duck.rows("prod", f"logs.{name}", columns), key=str)
+
+
+def without_day(found: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return sorted((row[1:] for row in found), key=str)
+
+
 DAYS: dict[str, tuple[dict[str, Any], str]] = {
     "day": ({}, "day"),
     "ts": ({"day_column": "ts"}, "ts"),
@@ -86,15 +94,16 @@ PARTITIONS = (
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_the_day_of_a_row_is_its_own(spark: Spark, name: str, opened: Any, partition: str) -> None:
+def test_the_day_of_a_row_is_its_own(spark: Spark, duck: DuckDb, name: str, opened: Any, partition: str) -> None:
     clause = f"PARTITIONED BY ({partition})" if partition else ""
     spark.sql(f"CREATE TABLE prod.logs.{name} USING iceberg {clause} AS {rows()}")
     for keys, day in DAYS.values():
         assert read(opened(**keys)) == by_spark(spark, name, day)
     assert [row[1] for row in sorted(read(opened()), key=lambda row: row[1])] == by_pyiceberg(spark, name)
+    assert without_day(read(opened())) == by_duckdb(duck, name)
 
 
-def test_partitions_that_changed(spark: Spark, name: str, opened: Any) -> None:
+def test_partitions_that_changed(spark: Spark, duck: DuckDb, name: str, opened: Any) -> None:
     spark.sql(
         f"CREATE TABLE prod.logs.{name} USING iceberg PARTITIONED BY (day) AS {rows(0, 40)}",
         f"ALTER TABLE prod.logs.{name} DROP PARTITION FIELD day",
@@ -105,10 +114,13 @@ def test_partitions_that_changed(spark: Spark, name: str, opened: Any) -> None:
     )
     for keys, day in DAYS.values():
         assert read(opened(**keys)) == by_spark(spark, name, day)
+    assert without_day(read(opened())) == by_duckdb(duck, name)
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_rows_that_are_deleted_or_updated_without_rewriting(spark: Spark, name: str, opened: Any, version: int) -> None:
+def test_rows_that_are_deleted_or_updated_without_rewriting(
+    spark: Spark, duck: DuckDb, name: str, opened: Any, version: int
+) -> None:
     properties = f"TBLPROPERTIES ('format-version'='{version}', {MERGE_ON_READ})"
     spark.sql(
         f"CREATE TABLE prod.logs.{name} USING iceberg PARTITIONED BY (days(ts)) {properties} AS {rows()}",
@@ -119,10 +131,11 @@ def test_rows_that_are_deleted_or_updated_without_rewriting(spark: Spark, name: 
     assert (1,) in kinds  # position deletes
     for keys, day in DAYS.values():
         assert read(opened(**keys)) == by_spark(spark, name, day)
+    assert without_day(read(opened())) == by_duckdb(duck, name)
 
 
 def test_rows_that_are_deleted_by_value(spark: Spark, name: str, opened: Any) -> None:
-    """Written through Iceberg's own library, as Flink's upserts are."""
+    """Written through Iceberg's own library, as Flink's upserts are. DuckDB 1.5.5 also drops rows that have a null there."""
     table = f"prod.logs.{name}"
     gone = [[20250101, "DE"], [20250103, None], [20250104, "none"]]
     spark.sql(
@@ -136,7 +149,9 @@ def test_rows_that_are_deleted_by_value(spark: Spark, name: str, opened: Any) ->
         assert read(opened(**keys)) == by_spark(spark, name, day)
 
 
-def test_columns_that_were_added_with_a_default_renamed_or_dropped(spark: Spark, name: str, opened: Any) -> None:
+def test_columns_that_were_added_with_a_default_renamed_or_dropped(
+    spark: Spark, duck: DuckDb, name: str, opened: Any
+) -> None:
     table = f"prod.logs.{name}"
     spark.sql(f"CREATE TABLE {table} USING iceberg TBLPROPERTIES ('format-version'='3') AS {rows(0, 60)}")
     spark.sql({"do": "default", "table": table, "column": "bonus", "value": 42.5})
@@ -147,14 +162,16 @@ def test_columns_that_were_added_with_a_default_renamed_or_dropped(spark: Spark,
     )
     assert read(opened(), ("id", "price", "bonus")) == by_spark(spark, name, "day", "id, price, bonus")
     assert "number" not in opened().schema(opened().current("t")).names
+    assert without_day(read(opened(), ("id", "price", "bonus"))) == by_duckdb(duck, name, "id, price, bonus")
 
 
-def test_files_that_were_registered(spark: Spark, name: str, opened: Any, tmp_path: Path) -> None:
+def test_files_that_were_registered(spark: Spark, duck: DuckDb, name: str, opened: Any, tmp_path: Path) -> None:
     """By the name mapping of `add_files`, without field ids."""
     spark.sql(f"CREATE TABLE prod.logs.{name} USING iceberg AS {rows(0, 60)}")
     spark.sql(f"INSERT OVERWRITE DIRECTORY '{tmp_path}/plain' USING parquet {rows(60, 120)}")
     spark.sql(f"CALL prod.system.add_files(table => 'logs.{name}', source_table => '`parquet`.`{tmp_path}/plain`')")
     assert read(opened()) == by_spark(spark, name)
+    assert without_day(read(opened())) == by_duckdb(duck, name)
 
 
 def test_maps_are_read_by_key_and_structs_do_no_harm(spark: Spark, name: str, opened: Any) -> None:

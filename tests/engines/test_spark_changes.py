@@ -13,7 +13,7 @@ from storage.errors import StorageError
 from storage.maintenance import expire
 from storage.reader import DAY
 from storage.warehouse import Warehouse
-from tests.engines.conftest import Spark
+from tests.engines.conftest import DuckDb, Spark
 
 DAYS = [datetime.date(2025, 1, day) for day in (1, 2, 3)]
 WRITTEN = {day: f"input-{day}" for day in DAYS}
@@ -55,8 +55,10 @@ def by_spark(spark: Spark, name: str) -> list[tuple[Any, ...]]:
     return sorted((day, number, num, tuple(tags), country) for day, number, num, tags, country in found)
 
 
-def test_spark_reads_what_we_write(spark: Spark, own: Warehouse, name: str) -> None:
+def test_spark_and_duckdb_read_what_we_write(spark: Spark, duck: DuckDb, own: Warehouse, name: str) -> None:
     assert by_spark(spark, name) == read(own, name)
+    found = duck.rows("dlrm", f"dlrm.{name}", "CAST(day AS VARCHAR), id, num, tags, country")
+    assert sorted((*row[:3], tuple(row[3]), row[4]) for row in found) == read(own, name)
     assert len(read(own, name)) == 150
 
 
