@@ -68,8 +68,8 @@ def is_address(text: str) -> bool:
 def add_variables(properties: Mapping[str, str]) -> dict[str, str]:
     """Adds what the environment says of the store's address and region to properties that do not say it.
 
-    A store that is not Amazon's is written to as before 2025, unless the environment says otherwise. Since then Amazon's
-    library sends checksums behind the content and no length before it, which stores such as Ceph 16 refuse.
+    A store that is not Amazon's is written to as before 2025, unless the environment says otherwise. Since then
+    Amazon's library sends checksums behind the content and no length before it, which stores such as Ceph 16 refuse.
     """
     found = {name: os.environ[variable] for variable, name in _VARIABLES.items() if variable in os.environ}
     known = found | dict(properties)

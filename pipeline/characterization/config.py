@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
 
@@ -21,15 +21,32 @@ class Workload(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
     sparse_features: PositiveInt = 26
     """Id lists per row, each with its own table."""
     hash_size: PositiveInt = 100_000
-    """Rows of each table."""
+    """Rows of each table, or their mean with `hash_spread`."""
+    hash_spread: tuple[PositiveFloat, PositiveFloat] | None = None
+    """Rows of the smallest and of the largest table as shares of `hash_size`, such as [0.00001, 3.5]. Those between
+    follow a power law. None: all tables have the same size."""
     lookups: PositiveInt = 10
-    """Ids per list: exact for `fixed`, the mean before truncation for `power_law`."""
+    """Ids per list: exact for `fixed`, the mean before truncation for `power_law`. Of all tables, with
+    `lookups_exponent`."""
+    lookups_exponent: NonNegativeFloat = 0.0
+    """The table with the r-th most lookups has a share of them proportional to r ** -lookups_exponent, whatever its
+    size. 0: all tables have the same."""
     lengths: Literal["fixed", "power_law"] = "fixed"
     """Distribution of list lengths. power_law: most are short, few are long, as in logs."""
     truncation: PositiveInt = 32
     """Longer lists are cut to this many ids."""
     popularity: NonNegativeFloat = 1.05
     """Exponent: the id of rank r has a probability proportional to r ** -popularity. 0: uniform."""
+
+    @model_validator(mode="after")
+    def _spread_about_the_mean(self) -> Self:
+        if self.hash_spread is not None and not self.hash_spread[0] <= 1 <= self.hash_spread[1]:
+            low, high = self.hash_spread
+            raise ConfigError(
+                "characterize.workload.hash_spread", "a share up to 1, then one of at least 1", f"{low:g} and {high:g}",
+                "Correct it.",
+            )  # fmt: skip
+        return self
 
 
 Axis = tuple[Any, ...] | Mapping[str, Mapping[str, Any]]

@@ -1,5 +1,6 @@
 """Random batches of any shape in memory: popularity of ids, and lengths of lists."""
 
+import itertools
 from functools import cache
 
 import numpy as np
@@ -31,7 +32,10 @@ def make_plan(workload: Workload) -> Plan:
     return Plan(
         ops=(),
         dense=tuple(f"dense_{number}" for number in range(workload.dense_features)),
-        sparse=tuple(SparseFeature(name=name, table=name, rows=workload.hash_size, pooling="sum") for name in sparse),
+        sparse=tuple(
+            SparseFeature(name=name, table=name, rows=rows, pooling="sum")
+            for name, rows in zip(sparse, table_sizes(workload), strict=True)
+        ),
         raw={},
     )
 
@@ -63,7 +67,7 @@ def _batch(workload: Workload, rows: int, number: int, seed: int, rank: int, wor
     bounds = (ends - whole)[:, begin], ends[:, end - 1]
     chances = random.random(int(ends[-1, -1]))
     kept = np.concatenate([chances[low:high] for low, high in zip(*bounds, strict=True)]) if held else chances[:0]
-    ids = assign_ids(draw_ranks(kept, workload.hash_size, workload.popularity), lengths.sum(axis=1), workload.hash_size)
+    ids = _draw_ids(workload, kept, lengths.sum(axis=1))
     return Batch(
         dense=torch.from_numpy(dense),
         sparse=KeyedJaggedTensor(
@@ -76,6 +80,61 @@ def _batch(workload: Workload, rows: int, number: int, seed: int, rank: int, wor
         position=Position(batches=number + 1, row=(number + 1) * rows),
         global_rows=rows,
     )
+
+
+def _draw_ids(workload: Workload, chances: Floats, counts: Ids) -> Ids:
+    """Draws the ids of all features. `chances` are uniform numbers, `counts` of them for each feature."""
+    sizes, made = table_sizes(workload), list[Ids]()
+    first = 0
+    for size, group in itertools.groupby(range(len(sizes)), key=lambda feature: sizes[feature]):
+        of_group = counts[list(group)]
+        end = first + int(of_group.sum())
+        ranks = draw_ranks(chances[first:end], size, workload.popularity)
+        made.append(assign_ids(ranks, of_group, size))
+        first = end
+    return np.concatenate(made)
+
+
+@cache
+def table_sizes(workload: Workload) -> tuple[int, ...]:
+    """Returns the rows of each table. Their mean is `hash_size`, as far as rounding allows.
+
+    Source:
+        Acun et al. 2021, arXiv:2011.05497, figure 6: from 30 to 20 million rows in one model.
+    """
+    tables, spread = workload.sparse_features, workload.hash_spread
+    if spread is None or tables == 1:
+        return (workload.hash_size,) * tables
+    places = np.linspace(0.0, 1.0, tables)
+    low, high = -1.0, 3.0  # exponents
+    for _ in range(64):
+        exponent = (low + high) / 2
+        found = _power_law_quantiles(spread, exponent, places)
+        low, high = (exponent, high) if found.mean() > 1 else (low, exponent)
+    order = np.argsort(np.arange(tables) * GOLDEN % 1.0, kind="stable")  # as if drawn: size tells nothing of lookups
+    rows = np.maximum(np.rint(found * workload.hash_size), 1).astype(np.int64)
+    return tuple(rows[np.argsort(order)].tolist())
+
+
+def _power_law_quantiles(spread: tuple[float, float], exponent: float, places: Floats) -> Floats:
+    """Returns quantiles of the density x ** -exponent between two bounds."""
+    low, high = spread
+    power = 1.0 - exponent
+    if abs(power) < 1e-9:
+        return np.asarray(low * (high / low) ** places)
+    return np.asarray((low**power + places * (high**power - low**power)) ** (1 / power))
+
+
+@cache
+def table_lookups(workload: Workload) -> tuple[int, ...]:
+    """Returns the mean ids per list of each table. Their mean is `lookups`, as far as rounding allows.
+
+    Source:
+        Acun et al. 2021, arXiv:2011.05497, figure 7: a few tables have most lookups.
+    """
+    shares = np.arange(1, workload.sparse_features + 1, dtype=np.float64) ** -workload.lookups_exponent
+    means = workload.lookups * shares / shares.mean()
+    return tuple(np.maximum(np.rint(means), 1).astype(np.int64).tolist())
 
 
 def draw_ranks(chances: Floats, ids: int, exponent: float) -> Ids:
@@ -119,10 +178,14 @@ def assign_ids(ranks: Ids, counts: Ids, hash_size: int) -> Ids:
 
 
 def draw_lengths(workload: Workload, random: np.random.Generator, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
-    """Draws list lengths after truncation."""
+    """Draws list lengths [features, rows] after truncation."""
+    means = table_lookups(workload)
     if workload.lengths == "fixed":
-        return np.full(shape, min(workload.lookups, workload.truncation), np.int32)
-    drawn = np.searchsorted(np.cumsum(fit_length_chances(workload.lookups)), random.random(shape), side="right") + 1
+        drawn = np.broadcast_to(np.array(means)[:, None], shape)
+    else:
+        sums = [np.cumsum(fit_length_chances(mean)) for mean in means]
+        chances = random.random(shape)
+        drawn = np.stack([np.searchsorted(*one, side="right") for one in zip(sums, chances, strict=True)]) + 1
     return np.minimum(drawn, workload.truncation).astype(np.int32)
 
 

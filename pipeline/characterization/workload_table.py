@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.characterization.config import Workload
-from pipeline.characterization.workload import draw_batches
+from pipeline.characterization.workload import draw_batches, table_sizes
 from pipeline.transforms.ops.dense import FillNull, Standardise
 from pipeline.transforms.ops.sparse import FirstX, SigridHash
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
@@ -45,9 +45,16 @@ def write_workload(workload: Workload, rows: int, folder: Path, seed: int) -> tu
 def make_schema(workload: Workload) -> FeatureSchema:
     """Makes the schema for reading the table: the features of `make_plan`, with lists truncated before hashing."""
     scaled = (Standardise(mean=0.0, std=1.0), FillNull())  # no change, but the usual cost
-    cut = (FirstX(limit=workload.truncation), SigridHash(size=workload.hash_size))
     dense = (DenseGroup(columns=("dense_*",), transforms=scaled),) if workload.dense_features else ()
-    return FeatureSchema(label=LABEL, dense=dense, sparse=(SparseGroup(columns=("sparse_*",), transforms=cut),))
+    cut = FirstX(limit=workload.truncation)
+    if workload.hash_spread is None:
+        hashed = (SparseGroup(columns=("sparse_*",), transforms=(cut, SigridHash(size=workload.hash_size))),)
+    else:
+        hashed = tuple(
+            SparseGroup(columns=(f"sparse_{i}",), transforms=(cut, SigridHash(size=size)))
+            for i, size in enumerate(table_sizes(workload))
+        )
+    return FeatureSchema(label=LABEL, dense=dense, sparse=hashed)
 
 
 def _chunks(workload: Workload, rows: int, chunk_rows: int, seed: int) -> Iterator[pa.RecordBatch]:

@@ -73,8 +73,8 @@ def describe_step(number: int, one: StepStats) -> str:
     """Formats a step as a line of the log, with the figures of the paper behind ours."""
     worker, storage = one.published
     return (
-        f"{number}. {one.adds}: {one.reads:,} reads of about {one.bytes_read / max(one.reads, 1) / 1e3:,.1f} kB, worker "
-        f"{one.worker:.2f} x ({worker:.2f} in the paper), storage {one.storage:.2f} x, a disk {one.disk:.2f} x "
+        f"{number}. {one.adds}: {one.reads:,} reads of about {one.bytes_read / max(one.reads, 1) / 1e3:,.1f} kB, "
+        f"worker {one.worker:.2f} x ({worker:.2f} in the paper), storage {one.storage:.2f} x, a disk {one.disk:.2f} x "
         f"({storage:.2f} in the paper)"
     )
 

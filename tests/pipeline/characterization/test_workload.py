@@ -4,8 +4,18 @@ import numpy as np
 import pytest
 
 from pipeline.characterization.config import Workload
-from pipeline.characterization.workload import HEAD, assign_ids, draw_batches, draw_ranks, fit_length_chances, make_plan
+from pipeline.characterization.workload import (
+    HEAD,
+    assign_ids,
+    draw_batches,
+    draw_ranks,
+    fit_length_chances,
+    make_plan,
+    table_lookups,
+    table_sizes,
+)
 from pipeline.data.batch import Batch
+from pipeline.errors import ConfigError
 
 SMALL = Workload(dense_features=3, sparse_features=4, hash_size=50, lookups=6, lengths="power_law", truncation=9)
 
@@ -102,3 +112,41 @@ def test_popular_ids_are_spread_over_the_table(hash_size):
     if hash_size > 10:
         gaps = np.diff(np.sort(ids[:10]), append=ids[:10].min() + hash_size)
         assert gaps.min() > hash_size / 30  # the ten most popular: none is another's neighbour
+
+
+PUBLISHED = {"M1": (30, 5_700_000, 28), "M2": (13, 7_300_000, 17), "M3": (127, 3_700_000, 49)}
+"""Tables, mean hash size and mean lookups of the paper's models. All have tables of 30 and of 20 million rows."""
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_tables_spread_as_published(model):
+    tables, mean, lookups = PUBLISHED[model]
+    workload = Workload(
+        sparse_features=tables, hash_size=mean, hash_spread=(30 / mean, 20e6 / mean), lookups=lookups,
+        lookups_exponent=0.7,
+    )  # fmt: skip
+    sizes, means = np.array(table_sizes(workload)), np.array(table_lookups(workload))
+    assert (sizes.min(), sizes.max()) == (30, 20_000_000)
+    assert sizes.mean() == pytest.approx(mean, rel=1e-6)
+    assert means.mean() == pytest.approx(lookups, rel=0.01)
+    assert means[0] / means[7] == pytest.approx(8**0.7, rel=0.1)
+    assert abs(np.corrcoef(np.argsort(np.argsort(sizes)), np.arange(tables))[0, 1]) < 0.3
+    assert [one.rows for one in make_plan(workload).sparse] == sizes.tolist()
+
+
+def test_ids_and_lists_of_a_spread_workload_are_those_of_their_table():
+    workload = Workload(
+        sparse_features=6, hash_size=100, hash_spread=(0.05, 3.0), lookups=12, lookups_exponent=1.0,
+        lengths="power_law", truncation=10_000,
+    )  # fmt: skip
+    (batch,) = draw_batches(workload, 20_000, 1, seed=3)
+    for (_, lists), size, mean in zip(
+        batch.sparse.to_dict().items(), table_sizes(workload), table_lookups(workload), strict=True
+    ):
+        assert sorted(set(lists.values().tolist())) == list(range(size))  # all ids of a small table are drawn
+        assert lists.lengths().double().mean().item() == pytest.approx(mean, rel=0.05)
+
+
+def test_a_spread_is_about_the_mean():
+    with pytest.raises(ConfigError, match="hash_spread: expected a share up to 1"):
+        Workload(hash_spread=(1.5, 3.0))
