@@ -89,7 +89,7 @@ class SnapshotReader:
         cache: ReadCache | None = None,
     ) -> None:
         self.table, self.reference, self.row_filter = table, reference, row_filter
-        self.schema = add_keys(schema or schema_at(table, reference), columns)
+        self.schema = add_keys(schema or schema_at(table, reference), [*columns, *compared_columns(row_filter)])
         self.columns = list(columns)
         self._keep: pc.Expression | None = None
         needed = dict.fromkeys(columns)
@@ -333,6 +333,15 @@ def make_mask(row_filter: BooleanExpression, schema: Schema) -> tuple[pc.Express
     bound = bind(schema, _drop_nulls(rewrite_not(row_filter)), case_sensitive=True)
     used = [str(schema.find_column_name(number)) for number in sorted(extract_field_ids(bound))]
     return expression_to_pyarrow(bound, schema), used
+
+
+def compared_columns(expression: BooleanExpression | None) -> list[str]:
+    """Returns the names of the columns that an unbound expression compares."""
+    inner = [getattr(expression, side) for side in ("left", "right", "child") if hasattr(expression, side)]
+    if inner:
+        return [name for part in inner for name in compared_columns(part)]
+    term: Any = getattr(expression, "term", None)
+    return [] if term is None else [term.name]
 
 
 def _drop_nulls(expression: BooleanExpression) -> BooleanExpression:

@@ -507,9 +507,9 @@ class Warehouse:
         names = [name for pattern in wanted for name in expand_keys(pattern, arrow.names, maps)] if maps else []
         return add_keys(schema, names).as_arrow() if names else arrow
 
-    def filter_schema(self, reference: SnapshotRef) -> Schema:
-        """Returns the columns that a filter can name."""
-        return schema_at(self.table(reference.table), reference)
+    def filter_schema(self, reference: SnapshotRef, wanted: Iterable[str] = ()) -> Schema:
+        """Returns the columns that a filter can name, and those of `wanted` that are keys of maps."""
+        return add_keys(schema_at(self.table(reference.table), reference), wanted)
 
     def day_rows(self, reference: SnapshotRef) -> dict[datetime.date, int]:
         """Counts the rows of each day at the snapshot, in order of the days.

@@ -48,7 +48,9 @@ def make_schema(workload: Workload) -> FeatureSchema:
     dense = (DenseGroup(columns=("dense_*",), transforms=scaled),) if workload.dense_features else ()
     cut = FirstX(limit=workload.truncation)
     if workload.hash_spread is None:
-        hashed = (SparseGroup(columns=("sparse_*",), transforms=(cut, SigridHash(size=workload.hash_size))),)
+        hashed: tuple[SparseGroup, ...] = (
+            SparseGroup(columns=("sparse_*",), transforms=(cut, SigridHash(size=workload.hash_size))),
+        )
     else:
         hashed = tuple(
             SparseGroup(columns=(f"sparse_{i}",), transforms=(cut, SigridHash(size=size)))

@@ -89,7 +89,7 @@ def plan_scoring(
         if name not in schema.names:
             raise unknown_column("scoring.keep", name, schema.names)
     if row_filter is not None:
-        check_filter(row_filter, filter_schema(warehouse, source, joined))
+        check_filter(row_filter, filter_schema(warehouse, source, joined, row_filter))
     days = days_between(warehouse.day_rows(source), start, end, "days to score")
     present = warehouse.day_contents(source)
     shared, sides = [config.keep, row_filter], [contents_by_day(pinned, warehouse, days) for pinned in joined]

@@ -11,6 +11,7 @@ from flows.end_to_end import end_to_end
 from flows.features import features
 from flows.ingest import ingest
 from flows.layout import layout
+from flows.preprocess import preprocess
 from flows.score import score
 from flows.train import train
 from pipeline.config import load
@@ -144,3 +145,15 @@ def test_a_key_of_another_map_is_refused(keys: dict[str, Any], plain: Any) -> No
     keys["features"]["sparse"][0]["columns"] = ["idz[0..4]"]
     with pytest.raises(ConfigError, match=r"column 'idz\[0..4\]': expected a column of the table"):
         ingest(CONFIG, keys)
+
+
+def test_rows_are_chosen_by_a_key(keys: dict[str, Any], logs: Path, plain: Any) -> None:
+    ingest(CONFIG, keys)
+    chosen = keys | {"filter": "dense_0 > 0.5", "preprocessing.executor": "inline"}
+    found = preprocess(CONFIG, chosen)
+    rows = [row for path in sorted(logs.glob("*.parquet"))[:2] for row in pq.read_table(path).to_pylist()]
+    assert found["rows"] == sum(dict(row["dense"]).get(0, 0) > 0.5 for row in rows) > 100
+    layout(CONFIG, keys, action="flatten")
+    assert preprocess(CONFIG, chosen)["order_hash"] == found["order_hash"]
+    with pytest.raises(ConfigError, match=r"filter 'dens_0 > 0.5': expected columns of the table, got 'dens_0'"):
+        preprocess(CONFIG, chosen | {"filter": "dens_0 > 0.5"})

@@ -3,7 +3,6 @@
 import datetime
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,13 +12,14 @@ from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
+from pipeline.data.filters import parse_filter
 from pipeline.data.joined.source import FeatureSource, PinnedSource, added_columns
 from pipeline.data.joined.stored import key_type, to_key_form
 from pipeline.errors import DataError
 from pipeline.transforms.column import sparse_from_arrow
 from pipeline.transforms.kernels.row_hashes import row_hashes
 from storage.arrow import is_list
-from storage.reader import Fragment, SnapshotReader, SnapshotRef, keep_rows, make_mask
+from storage.reader import Fragment, SnapshotReader, SnapshotRef, compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse
 
 CACHE_BYTES = 256 << 20
@@ -134,11 +134,11 @@ class FeatureJoinReader:
         row_filter: BooleanExpression | None,
         sources: Sequence[FeatureSource],
     ) -> None:
-        table = warehouse.schema(reference)
+        table = warehouse.schema(reference, compared_columns(row_filter))
         added = added_columns(sources, table)
         early, late = _split_filter(row_filter, added.names)
         self.columns = list(columns)
-        needed = [*columns, *_columns_of(late)]
+        needed = [*columns, *compared_columns(late)]
         wanted = {source: [name for name in source.schema.names if name in needed] for source in sources}
         self.sides = [SourceColumns(source, names) for source, names in wanted.items() if names]
         keys = [name for side in self.sides for name in side.on]
@@ -207,7 +207,7 @@ def open_reader(
     """Opens a reader of columns of a snapshot, joined with feature sources where columns or the filter need them."""
     if joined:
         known = set(warehouse.schema(reference).names)
-        if not known.issuperset([*columns, *_columns_of(row_filter)]):
+        if not known.issuperset([*columns, *compared_columns(row_filter)]):
             sources = [FeatureSource(pinned, warehouse) for pinned in joined]
             return FeatureJoinReader(warehouse, reference, columns, row_filter, sources)
     return warehouse.reader(reference, columns, row_filter)
@@ -226,11 +226,14 @@ def joined_schema(
     return pa.schema([*table, *added])
 
 
-def filter_schema(warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[PinnedSource]) -> Schema:
-    """Returns the columns that a filter can name."""
+def filter_schema(
+    warehouse: Warehouse, reference: SnapshotRef, joined: Sequence[PinnedSource], row_filter: str
+) -> Schema:
+    """Returns the columns that a filter can name, and those keys of maps that it names."""
+    named = compared_columns(parse_filter(row_filter))
     if not joined:
-        return warehouse.filter_schema(reference)
-    return to_filter_schema(joined_schema(warehouse, reference, joined))
+        return warehouse.filter_schema(reference, named)
+    return to_filter_schema(joined_schema(warehouse, reference, joined, named))
 
 
 def to_filter_schema(columns: Iterable[pa.Field]) -> Schema:
@@ -249,7 +252,7 @@ def _split_filter(
 ) -> tuple[BooleanExpression | None, BooleanExpression | None]:
     """Splits a filter into the part that compares table columns only and the rest."""
     parts = _conjuncts(row_filter)
-    late = [part for part in parts if set(_columns_of(part)) & set(added)]
+    late = [part for part in parts if set(compared_columns(part)) & set(added)]
     return _all_of([part for part in parts if part not in late]), _all_of(late)
 
 
@@ -261,15 +264,6 @@ def _conjuncts(expression: BooleanExpression | None) -> list[BooleanExpression]:
 
 def _all_of(parts: Sequence[BooleanExpression]) -> BooleanExpression | None:
     return And(*parts) if len(parts) > 1 else parts[0] if parts else None
-
-
-def _columns_of(expression: BooleanExpression | None) -> list[str]:
-    """Returns the names of the columns that an unbound expression compares."""
-    inner = [getattr(expression, side) for side in ("left", "right", "child") if hasattr(expression, side)]
-    if inner:
-        return [name for part in inner for name in _columns_of(part)]
-    term: Any = getattr(expression, "term", None)
-    return [] if term is None else [term.name]
 
 
 def _hashes(keys: Sequence[pa.Array]) -> npt.NDArray[np.uint64]:

@@ -231,7 +231,7 @@ def resolve_dataset(
     if snapshot_id is not None:
         snapshot = SnapshotRef(table=config.name, snapshot_id=snapshot_id)
     if config.filter is not None:
-        check_filter(config.filter, filter_schema(warehouse, snapshot, workspace.feature_joins()))
+        check_filter(config.filter, filter_schema(warehouse, snapshot, workspace.feature_joins(), config.filter))
     return snapshot, build_specs(workspace, snapshot, pinned)
 
 

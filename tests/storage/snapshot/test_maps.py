@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.data.filters import check_filter, parse_filter
+from pipeline.errors import ConfigError
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError
 from storage.keys import expand_keys
@@ -176,3 +178,33 @@ def test_a_map_of_something_else_is_not_flattened(warehouse: Warehouse) -> None:
     warehouse.replace_days("t", {DAY1: "i"}, table.schema, table.to_batches(), 1)
     with pytest.raises(StorageError, match="map 'words' of table 't': expected whole numbers as keys"):
         count_keys(warehouse, warehouse.current("t"))
+
+
+def test_a_filter_compares_keys_of_maps(tmp_path: Path) -> None:
+    random = np.random.default_rng(4)
+    rows = [
+        {
+            "day": DAY1,
+            "id": i,
+            "dense": [(key, float(random.integers(-5, 6))) for key in range(3) if random.random() < 0.6],
+        }
+        for i in range(400)
+    ]
+    kinds = {"day": pa.date32(), "id": pa.int64(), "dense": pa.map_(pa.int32(), pa.float32())}
+    table = pa.Table.from_pylist(rows, pa.schema(kinds))
+    warehouse = Warehouse(WarehouseConfig(row_group_rows=100), tmp_path)
+    snapshot = warehouse.replace_days("t", {DAY1: "i"}, table.schema, table.to_batches(), 400)
+    text = "(dense_1 > 1 or dense_2 not in (0, 1)) and not (dense_0 <= -3) and id < 390"
+    check_filter(text, warehouse.filter_schema(snapshot, ["dense_0", "dense_1", "dense_2"]))
+    reader = warehouse.reader(snapshot, ["id", "dense_1"], parse_filter(text))
+    found = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+
+    def keeps(values: dict[int, float], number: int) -> bool:
+        some = values.get(1, 0) > 1 or (2 in values and values[2] not in (0, 1))
+        return some and 0 in values and values[0] > -3 and number < 390
+
+    expected = [(row["id"], dict(row["dense"]).get(1)) for row in rows if keeps(dict(row["dense"]), row["id"])]
+    assert 20 < len(expected) < 200
+    assert list(zip(found["id"].to_pylist(), found["dense_1"].to_pylist(), strict=True)) == expected
+    with pytest.raises(ConfigError, match="expected columns of the table, got 'dense_x'"):
+        check_filter("dense_x > 1", warehouse.filter_schema(snapshot, ["dense_x"]))

@@ -104,7 +104,7 @@ def test_joined_rows_are_those_of_a_merge(seed, dated, tmp_path, warehouse, monk
         monkeypatch.setattr(module, "CACHE_BYTES", 1)  # only the newest day stays cached
     joined = pin_sources([source], tmp_path, warehouse)
     text = "num > 0 and (score > 0.1 or row < 50) and word != 'w3'"
-    check_filter(text, filter_schema(warehouse, snapshot, joined))
+    check_filter(text, filter_schema(warehouse, snapshot, joined, text))
     wanted = ["word", "row", "ids", "score"]
     for chosen in (None, text):
         expression = Selection(days=(), filter=chosen).expression()
