@@ -186,11 +186,11 @@ def as_text(figures: dict[str, Any]) -> str:
             f"| {one['published'][1]:.2f} |"
         )
     record = figures["record"]
-    share = figures["read"] / figures["columns"]
+    share, alone = figures["read"] / figures["columns"], figures["steps"][1]
     lines += [
         "",
         f"{figures['columns']:,} columns stored, {figures['read']:,} ({share:.0%}) read; "
-        f"{record['bytes_read'] / record['bytes_stored']:.0%} of the bytes; {record['popularity']['0.8']:.0%} of the "
+        f"{alone['bytes_read'] / alone['bytes_stored']:.0%} of the bytes; {record['popularity']['0.8']:.0%} of the "
         f"bytes give 80 % of the traffic of {figures['runs']} runs. {describe_machine(figures['machine'])}",
     ]
     return "\n".join(lines)

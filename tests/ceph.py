@@ -38,7 +38,7 @@ log_file = {folder}/$name.log
 mon_data = {folder}/mon
 osd_data = {folder}/osd
 rgw_data = {folder}/rgw
-rgw_frontends = beast endpoint=127.0.0.1:{gateway}
+rgw_frontends = beast endpoint=127.0.0.1:{gateway} tcp_nodelay=1
 osd_objectstore = memstore
 memstore_device_bytes = 8589934592
 osd_crush_update_on_start = false
@@ -113,6 +113,7 @@ def serving_ceph(folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     with serving_ceph(Path(sys.argv[1]).resolve()) as endpoint:
         print(f"export AWS_ENDPOINT_URL={endpoint} AWS_REGION=us-east-1", flush=True)
         print(f"export AWS_ACCESS_KEY_ID={USER} AWS_SECRET_ACCESS_KEY={SECRET}", flush=True)

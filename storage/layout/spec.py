@@ -41,8 +41,9 @@ class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     """A column chunk stops using a dictionary that grows beyond this."""
     order_by: tuple[str, ...] = ()
     """Columns that each file's rows are sorted by, such as a session."""
-    gap_bytes: NonNegativeInt = 65_536
-    """On an object store, columns with at most this many bytes between them are read together."""
+    gap_bytes: NonNegativeInt = 1_310_720
+    """On an object store, columns with at most this many bytes between them are read together. 1.25 MiB, as in the
+    paper: a store that answers in 1.5 ms and sends 700 MB/s sends as much while another read would only begin."""
 
     @model_validator(mode="after")
     def _known_codecs(self) -> "Layout":

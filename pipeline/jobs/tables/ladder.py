@@ -51,7 +51,7 @@ def measure_steps(workspace: Workspace, name: str, reads: list[ReadRecord]) -> d
 
     with (
         exclusive_dir(workspace.home / "tmp" / f"ladder-{name}") as scratch,
-        workspace.console.progress("rounds") as progress,
+        workspace.console.progress("reads") as progress,
     ):
         table, folder = warehouse.table(name), str(scratch)
         if not warehouse.is_foreign(name):  # measured where the table is

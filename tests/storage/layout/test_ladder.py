@@ -92,7 +92,8 @@ def test_reads_are_those_that_the_store_sees(sample, tmp_path):
     io = CountingIO()
     layout = Layout(gap_bytes=1_000)
     steps = measure_ladder(sample, WANTED, WANTED, layout, (io, f"{tmp_path}/ladder"), lambda rows, fused: None)
-    assert len(io.sizes) >= (ROUNDS + 1) * sum(step.reads for step in steps)  # footers are read, too
+    fetched = [steps[i].reads for i in (0, 1, 4, 5, 6)]  # the third and fourth read what the second does
+    assert len(io.sizes) >= (ROUNDS + 1) * sum(fetched)  # footers are read, too
     counts = [step.reads for step in steps]
     assert counts[1] == counts[2] == counts[3] > counts[4] >= counts[5] > counts[6] == 1
     assert steps[4].bytes_read > steps[3].bytes_read  # what lies between is read, too
