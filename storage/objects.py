@@ -66,16 +66,19 @@ def is_address(text: str) -> bool:
 
 
 def add_variables(properties: Mapping[str, str]) -> dict[str, str]:
-    """Adds what the environment says of the store's address and region to properties that do not say it.
-
-    A store that is not Amazon's is written to as before 2025, unless the environment says otherwise. Since then
-    Amazon's library sends checksums behind the content and no length before it, which stores such as Ceph 16 refuse.
-    """
+    """Adds what the environment says of the store's address and region to properties that do not say it."""
     found = {name: os.environ[variable] for variable, name in _VARIABLES.items() if variable in os.environ}
-    known = found | dict(properties)
-    if AMAZON not in known.get("s3.endpoint", AMAZON):
+    return found | dict(properties)
+
+
+def send_lengths(properties: Mapping[str, str]) -> None:
+    """Lets this process and its children write to a store that is not Amazon's as before 2025.
+
+    Since then Amazon's library sends checksums behind the content and no length before it, which stores such as Ceph 16
+    refuse. What the environment says already is kept. Call it before a store is opened.
+    """
+    if AMAZON not in add_variables(properties).get("s3.endpoint", AMAZON):
         os.environ.setdefault(CHECKSUMS, "when_required")
-    return known
 
 
 def find_objects(pattern: str, properties: Mapping[str, str]) -> list[ObjectFile]:
@@ -238,6 +241,7 @@ def _open_store(address: str, properties: Mapping[str, str]) -> "AbstractFileSys
             f"address '{address}'", f"a path, or an address that begins with one of {', '.join(SCHEMES)}",
             f"'{scheme}'", "Correct it.",
         )  # fmt: skip
+    send_lengths(properties)
     try:
         return _store(scheme, rest.partition("/")[0], tuple(sorted(add_variables(properties).items())))
     except (OSError, ValueError) as error:

@@ -131,8 +131,9 @@ class SnapshotReader:
             StorageError: If a file has another format, or lacks what is needed to read its columns.
         """
         wanted = None if days is None else frozenset(days)
+        by_key = not self._keys.keys().isdisjoint(compared_columns(self.row_filter))  # a column's nulls are in its map
         found: list[Fragment] = []
-        planned = data_files(self.table, self.reference, wanted, self.row_filter, self._cache)
+        planned = data_files(self.table, self.reference, wanted, None if by_key else self.row_filter, self._cache)
         files = sorted(planned, key=_file_order)
         for one in files:
             refuse_format(self.table, one.file)

@@ -39,7 +39,7 @@ from storage.days import (
 from storage.errors import ConflictError, StorageError, UnknownCommitError, reading_metadata
 from storage.keys import expand_keys, map_names
 from storage.layout.spec import Layout
-from storage.objects import add_variables
+from storage.objects import add_variables, send_lengths
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.snapshot.dating import days_filter
 from storage.snapshot.files import DayFile, data_files, day_of, refuse_format, rule_of, schema_at, snapshot_at
@@ -124,6 +124,7 @@ class Warehouse:
             properties = embedded | properties
         if properties.get("warehouse", "").startswith(("file:", "/")):
             properties = {PY_IO_IMPL: "storage.durable.DurableFileIO", **properties}
+        send_lengths({key: str(value) for key, value in (named | dict(properties)).items()})
         catalog = load_catalog("dlrm", **add_variables(properties))
         catalog.create_namespace_if_not_exists(self.config.namespace)
         return catalog

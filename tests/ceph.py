@@ -1,8 +1,8 @@
 """Ceph's object gateway on loopback, with a monitor and a store in memory: an S3 server that is nobody's mock.
 
-    python -m tests.ceph FOLDER
+    python -m tests.ceph
 
-prints variables for the environment and runs until it is interrupted. `DLRM_TEST_STORE=ceph` makes the tests of object
+makes a bucket `tables`, prints variables for the environment and runs until it is interrupted. `DLRM_TEST_STORE=ceph` makes the tests of object
 stores use it in place of moto. The programs come from Debian: `ceph-mon`, `ceph-osd`, `radosgw`, `ceph-common`.
 """
 
@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 import uuid
@@ -54,14 +55,12 @@ mon_data_avail_warn = 2
 ALL = ("--cap", "mon", "allow *", "--cap", "osd", "allow *", "--cap", "mgr", "allow *")
 
 
-def missing_programs() -> list[str]:
-    """Returns the programs that are not installed."""
-    return [name for name in PROGRAMS if shutil.which(name) is None]
-
-
 @contextmanager
 def serving_ceph(folder: Path) -> Iterator[str]:
     """Runs the three servers. Yields the address of the gateway."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        raise RuntimeError(f"{', '.join(missing)}: install ceph-mon, ceph-osd, radosgw and ceph-common")
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir(parents=True)
     port, path, servers = free_port(), folder / "ceph.conf", list[subprocess.Popen[bytes]]()
@@ -112,9 +111,17 @@ def serving_ceph(folder: Path) -> Iterator[str]:
             server.wait()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs the servers until the process is interrupted."""
+    from tests.objects import Store
+
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
-    with serving_ceph(Path(sys.argv[1]).resolve()) as endpoint:
+    with tempfile.TemporaryDirectory(prefix="ceph-") as folder, serving_ceph(Path(folder) / "ceph") as endpoint:
+        Store(endpoint, "tables").client().create_bucket(Bucket="tables")
         print(f"export AWS_ENDPOINT_URL={endpoint} AWS_REGION=us-east-1", flush=True)
         print(f"export AWS_ACCESS_KEY_ID={USER} AWS_SECRET_ACCESS_KEY={SECRET}", flush=True)
         signal.pause()
+
+
+if __name__ == "__main__":
+    main()

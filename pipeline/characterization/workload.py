@@ -12,6 +12,7 @@ from models.config import SparseFeature
 from pipeline.characterization.config import Workload
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
+from pipeline.errors import ConfigError
 from pipeline.transforms.plan.plan import Plan
 
 Ids = npt.NDArray[np.int64]
@@ -99,6 +100,8 @@ def _draw_ids(workload: Workload, chances: Floats, counts: Ids) -> Ids:
 def table_sizes(workload: Workload) -> tuple[int, ...]:
     """Returns the rows of each table. Their mean is `hash_size`, as far as rounding allows.
 
+    Raises:
+        ConfigError: If no power law between the ends of `hash_spread` has that mean.
     Source:
         Acun et al. 2021, arXiv:2011.05497, figure 6: from 30 to 20 million rows in one model.
     """
@@ -111,6 +114,11 @@ def table_sizes(workload: Workload) -> tuple[int, ...]:
         exponent = (low + high) / 2
         found = _power_law_quantiles(spread, exponent, places)
         low, high = (exponent, high) if found.mean() > 1 else (low, exponent)
+    if abs(found.mean() - 1) > 0.01:
+        raise ConfigError(
+            f"characterize.workload.hash_spread of {tables} tables", "ends between which a power law has the mean 1",
+            f"{spread[0]:g} and {spread[1]:g}, with a mean of {found.mean():.2f}", "Move one of them.",
+        )  # fmt: skip
     order = np.argsort(np.arange(tables) * GOLDEN % 1.0, kind="stable")  # as if drawn: size tells nothing of lookups
     rows = np.maximum(np.rint(found * workload.hash_size), 1).astype(np.int64)
     return tuple(rows[np.argsort(order)].tolist())
@@ -127,7 +135,7 @@ def _power_law_quantiles(spread: tuple[float, float], exponent: float, places: F
 
 @cache
 def table_lookups(workload: Workload) -> tuple[int, ...]:
-    """Returns the mean ids per list of each table. Their mean is `lookups`, as far as rounding allows.
+    """Returns the mean ids per list of each table, at least 1. Their mean is `lookups`, as far as that allows.
 
     Source:
         Acun et al. 2021, arXiv:2011.05497, figure 7: a few tables have most lookups.

@@ -16,6 +16,7 @@ from storage.arrow import is_list
 from storage.errors import CorruptFileError
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.files import data_files, refuse_format
+from storage.snapshot.maps import find_keys
 
 FILES_AT_A_TIME = 8
 """Footers read concurrently. On an object store each takes a round trip or two."""
@@ -42,6 +43,14 @@ class EmptyColumns(NamedTuple):
     files: int
 
 
+def find_stored(table: Table, names: Collection[str]) -> list[str]:
+    """Returns the stored columns that the names are read from: for keys of maps the maps, each once."""
+    schema = table.schema()
+    there = set(schema.as_arrow().names)
+    keys = {name: str(schema.find_column_name(key.field)) for name, key in find_keys(schema, names).items()}
+    return list(dict.fromkeys(name if name in there else keys.get(name, name) for name in names))
+
+
 class Footers:
     """The footers of a snapshot's data files. Columns are matched by field id, as in reading."""
 
@@ -50,17 +59,20 @@ class Footers:
         self.reader = SnapshotReader(table, reference, [], None)
         self.names = {field.field_id: field.name for field in self.reader.schema.fields}
 
-    def columns(self, days: Collection[datetime.date] | None = None) -> dict[str, StoredColumn]:
+    def columns(
+        self, days: Collection[datetime.date] | None = None, most_files: int | None = None
+    ) -> dict[str, StoredColumn]:
         """Reads the footers of the days and returns the columns that any of their files has, in the table's order.
 
         Args:
             days: None: all.
+            most_files: Reads those of so many files, the first ones. None: all.
         Raises:
             CorruptFileError: If a file is unreadable.
         """
         sums: dict[str, int] = {}
         first: dict[str, datetime.date] = {}
-        files = self._files(days)
+        files = self._files(days)[:most_files]
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
             for (day, _), found in zip(files, pool.map(lambda file: self._bytes(file[1]), files), strict=True):
                 for name, size in found.items():

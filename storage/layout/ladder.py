@@ -4,11 +4,14 @@ Source:
     Zhao et al. 2022, arXiv:2108.09373, table 12: from maps of features, read whole, to columns in popular order.
 """
 
+import datetime
+import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,11 +20,14 @@ from pydantic import BaseModel
 from pyiceberg.io import FileIO
 
 from storage.footer import read_footer
+from storage.keys import SCORES
 from storage.layout.reads import read_percentiles
 from storage.layout.spec import Layout
 from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
-from storage.reader import READ_OPTIONS, READ_ROWS, SnapshotReader
-from storage.snapshot.maps import MapEntries
+from storage.reader import READ_OPTIONS, READ_ROWS, SnapshotReader, SnapshotRef
+from storage.snapshot.maps import MapEntries, find_keys, map_fields
+from storage.snapshot.parquet import local_path
+from storage.warehouse import Warehouse
 from storage.writer import write_parquet
 
 ROUNDS = 5
@@ -90,15 +96,29 @@ class StepStats(BaseModel, frozen=True, use_attribute_docstrings=True):
     """`worker` and `storage` in the paper."""
 
 
-def take_sample(reader: SnapshotReader) -> pa.Table:
-    """Reads the first rows of the newest day of a reader."""
-    fragments, parts = reader.fragments(), [reader.empty()]
-    for fragment in (one for one in fragments if one.day == fragments[-1].day):
-        for batch in reader.batches(fragment):
-            parts.append(pa.Table.from_batches([batch]))
-            rows = sum(part.num_rows for part in parts)
-            if rows >= SAMPLE_ROWS or sum(part.nbytes for part in parts) >= SAMPLE_BYTES:
-                return pa.concat_tables(parts).slice(0, SAMPLE_ROWS).combine_chunks()
+def take_sample(warehouse: Warehouse, reference: SnapshotRef, wanted: Sequence[str]) -> pa.Table:
+    """Reads the first rows of the newest day: the wanted columns and all others, and all keys of maps of features."""
+    schema, names = warehouse.table(reference.table).schema(), warehouse.schema(reference).names
+    day = max(warehouse.day_rows(reference))
+    maps = [name for name in map_fields(schema) if name in names]
+    usable = [name for name in maps if find_keys(schema, [f"{name}_0"])]
+    held = _read_first_rows(warehouse.reader(reference, usable), day)
+    keys = {name: np.unique(MapEntries(pa.concat_arrays(held[name].chunks)).keys()).tolist() for name in usable}
+    columns = [f"{name}_{key}" for name, found in keys.items() for key in found]
+    columns += list(find_keys(schema, [name + SCORES for name in columns]))
+    flat = [name for name in names if name not in maps]
+    return _read_first_rows(warehouse.reader(reference, list(dict.fromkeys([*flat, *columns, *wanted]))), day)
+
+
+def _read_first_rows(reader: SnapshotReader, day: datetime.date) -> pa.Table:
+    parts = [reader.empty()]
+    batches = (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment))
+    for batch in batches if reader.columns else ():
+        parts.append(pa.Table.from_batches([batch]))
+        rows, size = sum(part.num_rows for part in parts), sum(part.nbytes for part in parts)
+        if rows >= SAMPLE_ROWS or size >= SAMPLE_BYTES:
+            fitting = max(min(SAMPLE_ROWS, rows * SAMPLE_BYTES // max(size, 1)), 1)
+            return pa.concat_tables(parts).slice(0, fitting).combine_chunks()
     return pa.concat_tables(parts).combine_chunks()
 
 
@@ -140,13 +160,20 @@ def measure_ladder(
         for done in range(total):  # in turn: whatever else this machine does meets all steps
             report(done, total)
             run, before = runs[done % len(runs)], runs[done % len(runs) - 1]
-            same = done % len(runs) > 0 and (run.path, run.ranges) == (before.path, before.ranges)
-            run.repeat(transform, before if same else None)
+            if done % len(runs) == 0 or (run.path, run.ranges) != (before.path, before.ranges):
+                fetched = run.fetch()
+            run.work(fetched, transform, first=done < len(runs))
         report(total, total)
         return [run.stats(runs[0]) for run in runs]
     finally:
+        for run in runs:
+            run.file.close()
         for path in written.values():
-            io.delete(path)
+            with suppress(OSError):  # it may not have been written, and an error of before counts more
+                io.delete(path)
+        local = local_path(folder)
+        if local is not None:
+            shutil.rmtree(local, ignore_errors=True)
 
 
 def as_maps(rows: pa.Table) -> pa.Table:
@@ -187,8 +214,15 @@ def _unpack(maps: Iterable[pa.MapArray], schema: pa.Schema, wanted: Sequence[str
 
 
 def _write(io: FileIO, path: str, rows: pa.Table, layout: Layout) -> None:
-    with io.new_output(path).create() as stream:
+    with io.new_output(path).create(overwrite=True) as stream:
         write_parquet(stream, rows.select(layout.in_order(rows.column_names)), layout)
+
+
+class _Fetched(NamedTuple):
+    """The bytes of ranges, and the seconds of each read."""
+
+    parts: dict[Range, bytes]
+    seconds: list[float]
 
 
 class _StepRun:
@@ -198,34 +232,36 @@ class _StepRun:
         self, step: LadderStep, io: FileIO, path: str, schema: pa.Schema, wanted: Sequence[str], gap_bytes: int
     ) -> None:
         self.step, self.path, self.schema, self.wanted = step, path, schema, wanted
-        self.file = io.new_input(path).open()
+        self.file: Any = io.new_input(path).open()
         self.metadata = read_footer(self.file, checked=True)
         self.groups = [self.metadata.row_group(i) for i in range(self.metadata.num_row_groups)]
         names = set(wanted)
         self.columns = [name for name in self.metadata.schema.to_arrow_schema().names if step.maps or name in names]
         self.ranges = [merge_ranges(list(find_chunks(one, set(self.columns))), gap_bytes) for one in self.groups]
-        self.fetched: tuple[Mapping[Range, bytes], list[float]] = ({}, [])
-        """What was fetched last, and the seconds of each read."""
         self.requests: list[float] = []
         """Seconds of each read."""
         self.fetches: list[float] = []
         self.works: list[float] = []
 
-    def repeat(self, transform: Transform, same: "_StepRun | None") -> None:
-        """Fetches, decodes and transforms the sample once.
+    def fetch(self) -> "_Fetched":
+        """Reads all ranges, one after the other."""
+        found = _Fetched({}, [])
+        for part in (part for ranges in self.ranges for part in ranges):
+            began = time.perf_counter()
+            found.parts[part] = self.file.read_at(part.end - part.begin, part.begin)
+            found.seconds.append(time.perf_counter() - began)
+        return found
 
-        Args:
-            same: Another step that has just fetched the same bytes. None: none has.
-        """
-        self.fetched = _fetch(self.file, self.ranges) if same is None else same.fetched
-        parts, times = self.fetched
+    def work(self, fetched: "_Fetched", transform: Transform, first: bool) -> None:
+        """Decodes and transforms what was fetched. The first time, which compiles and connects, does not count."""
         began = time.perf_counter()
         for group, ranges in enumerate(self.ranges):
-            for rows in self._decode({part: parts[part] for part in ranges}, group):
+            for rows in self._decode({part: fetched.parts[part] for part in ranges}, group):
                 transform(self._in_memory(rows), self.step.fused)
-        self.works.append(time.perf_counter() - began)
-        self.fetches.append(sum(times))
-        self.requests += times
+        if not first:
+            self.works.append(time.perf_counter() - began)
+            self.fetches.append(sum(fetched.seconds))
+            self.requests += fetched.seconds
 
     def stats(self, first: "_StepRun") -> StepStats:
         """Returns the figures, relative to those of the first step."""
@@ -251,13 +287,13 @@ class _StepRun:
 
     @property
     def fetch_seconds(self) -> float:
-        """Median over the rounds after the first, which compiles and connects."""
-        return median(self.fetches[1:])
+        """Median over the rounds that count."""
+        return median(self.fetches)
 
     @property
     def worker_seconds(self) -> float:
         """The same."""
-        return median(self.works[1:])
+        return median(self.works)
 
     @property
     def disk_seconds(self) -> float:
@@ -280,14 +316,3 @@ class _StepRun:
             return rows
         table = pa.Table.from_batches([rows])
         return _unpack([_pack(table, places) for places in _places_by_type(table.schema)], table.schema, self.wanted)
-
-
-def _fetch(file: pa.NativeFile, ranges: Iterable[Sequence[Range]]) -> tuple[Mapping[Range, bytes], list[float]]:
-    """Reads all ranges, one after the other. Returns their bytes, and the seconds of each."""
-    parts: dict[Range, bytes] = {}
-    times: list[float] = []
-    for part in (part for one in ranges for part in one):
-        began = time.perf_counter()
-        parts[part] = file.read_at(part.end - part.begin, part.begin)
-        times.append(time.perf_counter() - began)
-    return parts, times

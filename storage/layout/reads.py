@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from storage.artifacts import write_text
 
+STAMP = "%Y%m%d-%H%M%S"
+"""Beginning of a record's file name: when it was made, in UTC."""
 PERCENTILES = (5, 50, 95)
 TRAFFIC = (0.5, 0.8, 0.95)
 """Shares of the bytes read, for the popularity curve."""
@@ -81,13 +83,18 @@ def traffic_curve(reads: Iterable[tuple[Collection[str], int]], stored: Mapping[
 
 def record_read(folder: Path, read: ReadRecord) -> None:
     """Adds a run to the records of its table."""
-    write_text(folder / read.table / f"{read.at:%Y%m%d-%H%M%S}-{uuid4().hex[:8]}.json", read.model_dump_json() + "\n")
+    write_text(
+        folder / read.table / f"{read.at.astimezone(datetime.UTC):{STAMP}}-{uuid4().hex[:8]}.json",
+        read.model_dump_json() + "\n",
+    )
 
 
 def load_reads(folder: Path, table: str, since: datetime.datetime) -> list[ReadRecord]:
     """Loads the reads of a table since a time, oldest first. Skips files that are not records."""
-    found = []
+    found, first = [], f"{since.astimezone(datetime.UTC):{STAMP}}"
     for path in sorted((folder / table).glob("*.json")):
+        if path.name[: len(first)] < first:
+            continue
         try:
             found.append(ReadRecord.model_validate_json(path.read_bytes()))
         except ValidationError:

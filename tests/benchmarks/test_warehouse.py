@@ -1,37 +1,37 @@
 """The commands run and print their measurements. Only counts are checked here, no times."""
 
 import json
+from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from benchmarks import layout, warehouse
+from benchmarks.machine import machine
 
 
-def test_the_ladder_of_layouts(capfd: pytest.CaptureFixture[str]) -> None:
-    layout.main(["--json", "--features", "60", "--rows", "512", "--rounds", "1", "--gap-bytes", "3000"])
-    figures = json.loads(capfd.readouterr().out.splitlines()[-1])
-    steps = figures["steps"]
-    assert list(steps) == ["map column", "flat columns", "coalesced reads", "popular first", "large row groups"]
-    assert steps["map column"]["rows_per_second_x"] == 1
-    assert steps["flat columns"]["bytes_read"] < steps["map column"]["bytes_read"]
-    assert steps["flat columns"]["reads"] > steps["coalesced reads"]["reads"] > steps["popular first"]["reads"] == 8
-    assert steps["coalesced reads"]["bytes_read"] > steps["popular first"]["bytes_read"]
-    assert steps["large row groups"]["reads"] == 1
-    assert layout.as_text(figures).count("\n| ") == 6 - 1
+@pytest.mark.slow
+def test_the_ladder_of_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))  # it sets the variable itself, which the fixture then takes back
+    monkeypatch.setattr(layout, "JOBS", 3)
+    shape = layout.SHAPES["RM3"]
+    figures = layout.measure(shape, 0.02, 64, None, tmp_path)
+    assert (figures["columns"], figures["read"], figures["runs"]) == (2 + 114 + 4, 1 + 10 + 1, 4)
+    assert set(figures["record"]["popularity"]) == {"0.5", "0.8", "0.95"}
+    figures |= {"shape": "RM3", "scale": 0.02, "machine": machine(layout.PACKAGES)}
+    assert layout.as_text(figures).count("\n| ") == 7
 
 
-def test_the_map_table_has_the_features_of_the_flat_table() -> None:
-    flat = layout.flat_table(np.random.default_rng(3), 10, 50)
-    maps = layout.as_maps(flat)
-    wanted = {"f1", "f4", "f7", "f8"}
-    for column in ("numbers", "lists"):
-        for name, (rows, values) in layout.features_of(maps[column], wanted).items():
-            if len(rows):
-                present = [(i, value) for i, value in enumerate(flat[name].to_pylist()) if value is not None]
-                assert list(zip(rows.tolist(), values.to_pylist(), strict=True)) == present
-    assert pa.types.is_map(maps.schema.field("lists").type)
+def test_the_log_has_the_published_shape() -> None:
+    shape, draw = layout.SHAPES["RM1"], np.random.default_rng(2)
+    names = draw.permutation([*(f"d{i}" for i in range(300)), *(f"s{i}" for i in range(60))]).tolist()
+    rows = layout.make_log(draw, shape, names, 2_000)
+    there = [1 - rows[name].null_count / 2_000 for name in names]
+    assert np.mean(there) == pytest.approx(shape.coverage, abs=0.05)
+    lengths = [pc.mean(pc.list_value_length(rows[name])).as_py() for name in names if name.startswith("s")]
+    assert np.mean(lengths) == pytest.approx(shape.length, rel=0.35)
+    assert np.mean(there[:90]) > np.mean(there[-90:]) + 0.1  # popular features have more values
 
 
 def test_commits_plans_and_reads(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Features in maps are trained on by key, and flattened tables train the same model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,13 @@ def test_a_key_of_another_map_is_refused(keys: dict[str, Any], plain: Any) -> No
         ingest(CONFIG, keys)
 
 
-def test_rows_are_chosen_by_a_key(keys: dict[str, Any], logs: Path, plain: Any) -> None:
+def test_rows_are_chosen_by_a_key(keys: dict[str, Any], logs: Path, tmp_path: Path, plain: Any) -> None:
     ingest(CONFIG, keys)
     chosen = keys | {"filter": "dense_0 > 0.5", "preprocessing.executor": "inline"}
     found = preprocess(CONFIG, chosen)
+    [record] = (tmp_path / "reads" / "maps").glob("*.json")
+    shares = json.loads(record.read_text())["popularity"]
+    assert 0.5 < shares["0.95"] <= 1  # the maps are read whole, and are most of the table
     rows = [row for path in sorted(logs.glob("*.parquet"))[:2] for row in pq.read_table(path).to_pylist()]
     assert found["rows"] == sum(dict(row["dense"]).get(0, 0) > 0.5 for row in rows) > 100
     layout(CONFIG, keys, action="flatten")

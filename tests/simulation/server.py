@@ -194,11 +194,19 @@ class Server:
         return str(Path(folder) / Path(path).name)
 
     def _download_model(self, address: str, dst_path: str, tracking_uri: str) -> None:
-        _, name, number = address.removeprefix("models:").split("/")
-        folder = Path(dst_path) / "artifacts" / "model"
+        _, name, number, path = address.removeprefix("models:").split("/", 3)
+        folder = Path(dst_path) / path
         folder.mkdir(parents=True, exist_ok=True)
         for file, content in self.logged[self._get_model_version(name, number).model_id].items():
             (folder / file).write_bytes(content)
+
+    def _list_model(self, address: str, tracking_uri: str) -> list[Any]:
+        _, name, number, _ = address.removeprefix("models:").split("/", 3)
+        return (
+            [SimpleNamespace(path="artifacts/model")]
+            if self.logged[self._get_model_version(name, number).model_id]
+            else []
+        )
 
     def is_whole(self, version: Any) -> bool:
         """Whether a version's files are those that its tag names."""

@@ -13,7 +13,7 @@ import pytest
 from pipeline.data.files import find_files, stamp
 from pipeline.extraction.sources import as_pattern
 from storage.errors import StorageError
-from storage.objects import CHECKSUMS, ObjectFile, ObjectFolder, add_variables, find_objects, open_file
+from storage.objects import CHECKSUMS, ObjectFile, ObjectFolder, find_objects, open_file, send_lengths
 from storage.query import connect
 from tests.objects import Store, serving_objects
 
@@ -142,6 +142,9 @@ def test_a_store_that_wants_lengths_is_written_to(store: Store, monkeypatch: pyt
 def test_amazon_is_written_to_as_its_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CHECKSUMS, raising=False)
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
-    assert add_variables({"s3.region": "eu-west-1"}) == {"s3.region": "eu-west-1"}
-    add_variables({"s3.endpoint": "https://s3.eu-west-1.amazonaws.com"})
+    send_lengths({"s3.region": "eu-west-1"})
+    send_lengths({"s3.endpoint": "https://s3.eu-west-1.amazonaws.com"})
     assert CHECKSUMS not in os.environ
+    monkeypatch.setenv(CHECKSUMS, "when_supported")
+    send_lengths({"s3.endpoint": "http://127.0.0.1:9"})
+    assert os.environ[CHECKSUMS] == "when_supported"

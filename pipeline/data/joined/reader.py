@@ -134,7 +134,7 @@ class FeatureJoinReader:
         row_filter: BooleanExpression | None,
         sources: Sequence[FeatureSource],
     ) -> None:
-        table = warehouse.schema(reference, compared_columns(row_filter))
+        table = warehouse.schema(reference, _own_names(compared_columns(row_filter), sources))
         added = added_columns(sources, table)
         early, late = _split_filter(row_filter, added.names)
         self.columns = list(columns)
@@ -233,7 +233,13 @@ def filter_schema(
     named = compared_columns(parse_filter(row_filter))
     if not joined:
         return warehouse.filter_schema(reference, named)
-    return to_filter_schema(joined_schema(warehouse, reference, joined, named))
+    sources = [FeatureSource(pinned, warehouse) for pinned in joined]
+    return to_filter_schema(joined_schema(warehouse, reference, joined, _own_names(named, sources)))
+
+
+def _own_names(names: Iterable[str], sources: Sequence[FeatureSource]) -> list[str]:
+    """Returns the names that no source has. They may be keys of the table's maps."""
+    return [name for name in names if not any(name in source.schema.names for source in sources)]
 
 
 def to_filter_schema(columns: Iterable[pa.Field]) -> Schema:

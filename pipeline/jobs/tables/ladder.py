@@ -13,7 +13,6 @@ from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.transforms.column import Column
 from pipeline.transforms.plan.plan import Plan
-from storage.layout.flatten import count_keys, flattened
 from storage.layout.ladder import StepStats, measure_ladder, take_sample
 from storage.layout.proposal import popularity
 from storage.layout.reads import ReadRecord
@@ -36,10 +35,8 @@ def measure_steps(workspace: Workspace, name: str, reads: list[ReadRecord]) -> d
         raise ConfigError("features.joined", "columns of the table", "a source that is joined", remedy)
     whole = workspace.with_config(load(config, {"features.allow_deprecated": True}))  # they are still read
     reference, data = resolve_dataset(whole, None)
-    newest = max(warehouse.day_rows(reference))
     wanted = data["train"].columns
-    names = dict.fromkeys([*flattened(warehouse, name), *count_keys(warehouse, reference, [newest]), *wanted])
-    sample = take_sample(warehouse.reader(reference, list(names)))
+    sample = take_sample(warehouse, reference, wanted)
     plan = data["train"].plan.fit(lambda: [sample.select(data["train"].plan.columns)])
     popular = popularity([*(read.columns for read in reads), wanted], sample.column_names)
 
@@ -55,7 +52,7 @@ def measure_steps(workspace: Workspace, name: str, reads: list[ReadRecord]) -> d
     ):
         table, folder = warehouse.table(name), str(scratch)
         if not warehouse.is_foreign(name):  # measured where the table is
-            folder = f"{table.location().rstrip('/')}/ladder-{uuid4().hex}"
+            folder = f"{table.location().rstrip('/')}/data/ladder-{uuid4().hex}"  # a vacuum finds what a kill leaves
         steps = measure_ladder(
             sample, wanted, popular, layout_of(warehouse, name), (table.io, folder), transform,
             lambda done, total: progress("ladder", done, total),
@@ -91,3 +88,4 @@ def _apply_alone(plan: Plan, rows: pa.RecordBatch) -> None:
 
     for op in plan.ops:
         columns[op.output] = op.apply([read(name) for name in op.inputs], Counter())
+    plan.collect({name: read(name) for name in plan.schedule.wanted}, rows.num_rows, Counter())

@@ -115,7 +115,11 @@ class Plan(BaseModel, frozen=True):
         """
         counts = Counter() if counts is None else counts
         columns = self.schedule.run(self.with_absent_columns(rows), counts, Counter() if seconds is None else seconds)
-        dense = np.zeros((rows.num_rows, len(self.dense)), np.float32)
+        return self.collect(columns, rows.num_rows, counts)
+
+    def collect(self, columns: Mapping[str, Column], rows: int, counts: Counts) -> TransformedRows:
+        """Collects the columns that `schedule` makes. Numbers that are not finite become 0 and are counted."""
+        dense = np.zeros((rows, len(self.dense)), np.float32)
         for i, name in enumerate(self.dense):
             with np.errstate(over="ignore"):  # too large for float32 becomes infinite here, then 0 and counted
                 values = columns[self._key(name)].values.astype(np.float32)

@@ -15,7 +15,18 @@ from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.scorer import Scorer
 from pipeline.registration.tracking import RESULT, Tracker, reporting_unreachable
-from pipeline.registration.versions import FILES, HASHES, MODEL, PLAN, WEIGHTS, download_packed, hash_files, is_intact
+from pipeline.registration.versions import (
+    EXAMPLE,
+    FILES,
+    HASHES,
+    MODEL,
+    PLAN,
+    WEIGHTS,
+    download_beside,
+    download_packed,
+    hash_files,
+    is_intact,
+)
 
 CONTENTS = {MODEL: b"{}", PLAN: b"[]", WEIGHTS: bytes(range(256))}
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -52,6 +63,18 @@ def test_a_whole_version_is_fetched(registry, packed, tmp_path):
     tracker, version = registry({FILES: json.dumps(hash_files(packed))})
     folder = download_packed(tracker, "m", version, tmp_path / "fetched")
     assert {name: (folder / name).read_bytes() for name in CONTENTS} == CONTENTS
+
+
+def test_the_code_of_a_version_is_not_fetched(registry, packed, tmp_path):
+    (tmp_path / "stored" / "code").mkdir()
+    (tmp_path / "stored" / "code" / "module.py").write_text("")
+    (tmp_path / "stored" / EXAMPLE).write_text("{}")
+    tracker, version = registry({FILES: json.dumps(hash_files(packed))})
+    download_packed(tracker, "m", version, tmp_path / "fetched")
+    download_beside(tracker, "m", version, EXAMPLE, tmp_path / "fetched")
+    download_beside(tracker, "m", version, "none.json", tmp_path / "fetched")
+    found = {path.name for path in (tmp_path / "fetched").rglob("*") if path.is_file()}
+    assert found - {"registered_model_meta"} == {*CONTENTS, EXAMPLE}
 
 
 @pytest.mark.parametrize("harm", HARMS)

@@ -10,6 +10,7 @@ import pytest
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.config import WarehouseConfig
+from storage.layout import ladder as module
 from storage.layout.ladder import ROUNDS, STEPS, as_maps, measure_ladder, take_sample
 from storage.layout.reads import read_percentiles, traffic_curve
 from storage.layout.spec import Layout
@@ -85,7 +86,7 @@ def test_all_steps_read_the_same_values(sample, tmp_path):
         for count in groups:
             assert [row for _ in range(count) for row in next(taken)] == expected
     assert modes[:49] == [False] * 24 + [True] * 25
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reads_are_those_that_the_store_sees(sample, tmp_path):
@@ -114,7 +115,14 @@ def test_files_are_removed_after_an_error(sample, tmp_path):
 
     with pytest.raises(ValueError, match="stop"):
         measure_ladder(sample, WANTED, WANTED, Layout(), (PyArrowFileIO(), f"{tmp_path}/ladder"), fail)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reason_of_a_failed_write_is_not_hidden(sample, tmp_path):
+    (tmp_path / "file").write_text("")
+    store = (PyArrowFileIO(), f"{tmp_path}/file/ladder")
+    with pytest.raises(NotADirectoryError):
+        measure_ladder(sample, WANTED, WANTED, Layout(), store, lambda rows, fused: None)
 
 
 def test_maps_hold_the_values_that_are_there(sample):
@@ -124,12 +132,27 @@ def test_maps_hold_the_values_that_are_there(sample):
         assert entries == {i: values[name] for i, name in enumerate(sample.column_names) if values[name] is not None}
 
 
-def test_a_sample_is_of_the_newest_day(tmp_path):
+def test_a_sample_is_of_the_newest_day(tmp_path, monkeypatch):
     warehouse = Warehouse(WarehouseConfig(row_group_rows=100), tmp_path)
+    kept: dict = {"day": pa.date32(), "a": pa.int64(), "dense": pa.map_(pa.int32(), pa.float32()),
+                  "scored": pa.map_(pa.int32(), pa.map_(pa.int64(), pa.float32())), "words": pa.map_(pa.string(), pa.int64())}  # fmt: skip
     days = [datetime.date(2025, 1, 1), datetime.date(2025, 1, 2)]
-    rows = pa.table({"day": pa.array(np.repeat(days, 250), pa.date32()), "a": range(500)})
+    rows = pa.Table.from_pylist(
+        [
+            {"day": days[i // 250], "a": i, "dense": [(i % 3, 1.0)], "scored": [(7, [(i, 2.0)])], "words": [("x", i)]}
+            for i in range(500)
+        ],
+        pa.schema(kept),
+    )
     snapshot = warehouse.replace_days("t", dict.fromkeys(days, "i"), rows.schema, rows.to_batches(), 500)
-    assert sorted(take_sample(warehouse.reader(snapshot, ["a"]))["a"].to_pylist()) == list(range(250, 500))
+    found = take_sample(warehouse, snapshot, ["dense_5"])
+    assert sorted(found["a"].to_pylist()) == list(range(250, 500))
+    keys = {"dense_0", "dense_1", "dense_2", "dense_5", "scored_7", "scored_7_scores"}
+    assert set(found.column_names) == {"day", "a", *keys}  # a map of words has no features
+    assert found["dense_5"].null_count == 250
+    assert [row["scored_7"] for row in found.to_pylist()] == [[row["a"]] for row in found.to_pylist()]
+    monkeypatch.setattr(module, "SAMPLE_BYTES", found.nbytes // 10)
+    assert 15 < len(take_sample(warehouse, snapshot, [])) < 40
 
 
 def test_percentiles_of_reads_bound_the_sizes():
