@@ -208,3 +208,20 @@ def test_a_filter_compares_keys_of_maps(tmp_path: Path) -> None:
     assert list(zip(found["id"].to_pylist(), found["dense_1"].to_pylist(), strict=True)) == expected
     with pytest.raises(ConfigError, match="expected columns of the table, got 'dense_x'"):
         check_filter("dense_x > 1", warehouse.filter_schema(snapshot, ["dense_x"]))
+
+
+def test_a_file_whose_column_is_null_beside_the_map_is_not_left_out(tmp_path: Path) -> None:
+    """Another engine that rewrites a file stores nulls beside the map, with statistics that say so."""
+    warehouse = Warehouse(WarehouseConfig(), tmp_path)
+    kinds = {"day": pa.date32(), "id": pa.int64(), "dense": pa.map_(pa.int32(), pa.float32())}
+    rows = pa.Table.from_pylist([{"day": DAY1, "id": 1, "dense": [(0, 2.0)]}], pa.schema(kinds))
+    warehouse.replace_days("t", {DAY1: "i"}, rows.schema, rows.to_batches(), 1)
+    add_columns(warehouse, "t", ["dense_0"])
+    warehouse.set_properties("t", {"write.metadata.metrics.default": "full"})
+    theirs = [{"day": DAY1, "id": 2, "dense": [(0, 3.0)], "dense_0": None}]
+    warehouse.table("t").append(pa.Table.from_pylist(theirs, warehouse.table("t").schema().as_arrow()))
+    kept = [one.file.null_value_counts or {} for one in warehouse.table("t").scan().plan_files()]
+    assert any(1 in counts.values() for counts in kept)
+    reader = warehouse.reader(warehouse.current("t"), ["id"], parse_filter("dense_0 > 0.5"))
+    found = [number for fragment in reader.fragments() for number in reader.read(fragment)["id"].to_pylist()]
+    assert sorted(found) == [1, 2]
