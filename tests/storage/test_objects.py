@@ -12,9 +12,11 @@ import pytest
 
 from pipeline.data.files import find_files, stamp
 from pipeline.extraction.sources import as_pattern
+from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.objects import CHECKSUMS, ObjectFile, ObjectFolder, find_objects, open_file, send_lengths
 from storage.query import connect
+from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
 
 pytestmark = pytest.mark.slow
@@ -148,3 +150,11 @@ def test_amazon_is_written_to_as_its_library_does(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(CHECKSUMS, "when_supported")
     send_lengths({"s3.endpoint": "http://127.0.0.1:9"})
     assert os.environ[CHECKSUMS] == "when_supported"
+
+
+def test_an_endpoint_of_pyicebergs_own_settings_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CHECKSUMS, raising=False)
+    monkeypatch.setenv("PYICEBERG_CATALOG__DLRM__S3__ENDPOINT", "http://127.0.0.1:9")
+    Warehouse(WarehouseConfig(), tmp_path).catalog  # noqa: B018  opened on first use
+    assert os.environ[CHECKSUMS] == "when_required"
+    monkeypatch.delenv(CHECKSUMS)
