@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.training.tables.simd import LANES, add, broadcast, load, multiply, prefetch, reduce_sum, store, zero
-from pipeline.transforms.kernels.jit import compiled_fast
+from pipeline.transforms.kernels.jit import compiled, compiled_fast
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
 PREFETCH_LOOKUPS = 8
@@ -17,6 +17,22 @@ UNSEEN, DONE = -1, -2
 """Marks of rows without a slot: not seen yet in this update, and updated in an earlier round."""
 FOUR = 4 * LANES
 """Numbers that are summed in four registers at a time."""
+
+
+@compiled
+def _sum_in_order(
+    weights: np.ndarray, first: int, width: int, rows: int, indices: np.ndarray, start: int, stop: int
+) -> np.float32:
+    """Returns the sum of one column of the table rows of a bag, lookup by lookup, as the vectors of `pool` add.
+
+    A loop that may reorder its sum would do so on some processors (AVX-512), and the column would have other bits than
+    in a wider table.
+    """
+    total = np.float32(0.0)
+    for j in range(start, stop):
+        if 0 <= indices[j] < rows:
+            total += weights[first + indices[j] * width]
+    return total
 
 
 @compiled_fast
@@ -69,11 +85,7 @@ def pool(
                         sum0 = add(sum0, load(weights, origin + indices[j] * width + e))
                 store(flat, into + e, sum0)
             for e in range(ones, width):
-                total = np.float32(0.0)
-                for j in range(start, stop):
-                    if 0 <= indices[j] < rows:
-                        total += weights[origin + indices[j] * width + e]
-                flat[into + e] = total
+                flat[into + e] = _sum_in_order(weights, origin + e, width, rows, indices, start, stop)
             if mean and stop - start > 1:
                 share = np.float32(1.0) / np.float32(stop - start)
                 for e in range(width):

@@ -9,8 +9,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compiles a loop with numba. It releases the interpreter lock, and its code is cached on disk."""
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    """Compiles a loop with numba. It releases the interpreter lock, and its code is cached on disk.
+
+    Sums keep their order, also in a loop that `compiled_fast` calls: without a word numba would inherit its freedom.
+    """
+    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=False)(function))
 
 
 def compiled_fast(function: F) -> F:

@@ -88,10 +88,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     }
 
 
-AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
-
-
-@pytest.mark.xfail(AMX, reason="the sums of column-wise plans have other bits on a Xeon with AMX: docs/limits.md")
 @pytest.mark.parametrize("training", SAME)
 def test_every_number_of_ranks_and_every_plan_ends_with_the_same_bits(found: dict[str, Found], training: str) -> None:
     """Weights, optimizer state, losses and validation, over whole and short batches."""

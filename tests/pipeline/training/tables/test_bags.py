@@ -12,6 +12,7 @@ from torchrec.distributed import batched_embedding_kernel
 
 from pipeline.errors import ConfigError, ContractError
 from pipeline.training.config import TrainConfig
+from pipeline.training.tables import kernels
 from pipeline.training.tables.bags import NumbaBags, require_fbgemm, set_update_number, use_table_kernel
 
 OPTIMIZERS = {
@@ -139,6 +140,26 @@ def test_fbgemm_gives_the_same_weights_and_state(optimizer, mean):
         assert found.keys() == expected.keys()
         for name in found:
             torch.testing.assert_close(found[name], expected[name], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_column_has_the_same_bits_in_a_table_of_any_width(mean):
+    """Column-wise sharding cuts tables. Some processors (AVX-512) took the sums of narrow ones in another order."""
+    random = np.random.default_rng(6)
+    weights = (random.random((50, 80)) - 0.5).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(random.integers(0, 12, 200))])
+    ids = random.integers(0, 50, offsets[-1])
+
+    def pooled(part: np.ndarray) -> np.ndarray:
+        out = np.empty((200, part.shape[1]), np.float32)
+        features = np.array([[0, 50, part.shape[1], 0]])
+        kernels.pool(part.reshape(-1), features, mean, ids, offsets, out, 0, 200)
+        return out
+
+    whole = pooled(weights)
+    for width in (1, 4, 5, 8, 16, 20, 40):
+        parts = [pooled(weights[:, first : first + width].copy()) for first in range(0, 80, width)]
+        assert np.concatenate(parts, axis=1).tobytes() == whole.tobytes(), width
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
