@@ -493,7 +493,7 @@ def reload_under_load(
     """Moves the champion between two versions under load, and compares every answer with that of its version."""
     from pipeline.registration.aliases import list_versions
     from pipeline.registration.scorer import LoadedModel
-    from pipeline.registration.versions import EXAMPLE, download_beside, download_packed
+    from pipeline.registration.versions import EXAMPLE, download_packed, download_part
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-model-")))
     versions = list_versions(tracker, name)[:2]
@@ -504,7 +504,7 @@ def reload_under_load(
         (folder / str(version)).mkdir()
         packed = download_packed(tracker, name, version, folder / str(version))
         loaded = LoadedModel(packed)
-        download_beside(tracker, name, version, EXAMPLE, folder / str(version))
+        download_part(tracker, name, version, EXAMPLE, folder / str(version))
         body = body or (folder / str(version) / EXAMPLE).read_bytes()
         split = json.loads(body)["dataframe_split"]
         columns = {key: [row[place] for row in split["data"]] for place, key in enumerate(split["columns"])}

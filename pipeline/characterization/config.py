@@ -38,16 +38,6 @@ class Workload(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
     popularity: NonNegativeFloat = 1.05
     """Exponent: the id of rank r has a probability proportional to r ** -popularity. 0: uniform."""
 
-    @model_validator(mode="after")
-    def _spread_about_the_mean(self) -> Self:
-        if self.hash_spread is not None and not self.hash_spread[0] <= 1 <= self.hash_spread[1]:
-            low, high = self.hash_spread
-            raise ConfigError(
-                "characterize.workload.hash_spread", "a share up to 1, then one of at least 1", f"{low:g} and {high:g}",
-                "Correct it.",
-            )  # fmt: skip
-        return self
-
 
 Axis = tuple[Any, ...] | Mapping[str, Mapping[str, Any]]
 """Values of one key, or named points with the keys each sets."""

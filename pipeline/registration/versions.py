@@ -55,12 +55,12 @@ def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> 
     """
     where = f"model '{name}', version {version}"
     hashes = _read_hashes(tracker.client.get_model_version(name, str(version)).tags.get(FILES), where)
-    download_beside(tracker, name, version, PACKED, folder)
+    download_part(tracker, name, version, PACKED, folder)
     check_files(where, folder / PACKED, hashes)
     return folder / PACKED
 
 
-def download_beside(tracker: Tracker, name: str, version: int, path: str, folder: Path) -> None:
+def download_part(tracker: Tracker, name: str, version: int, path: str, folder: Path) -> None:
     """Downloads a file or folder of a version to the same path in `folder`, if the version has it."""
     uri = f"models:/{name}/{version}"
     parent = f"{uri}/{path}".rpartition("/")[0]

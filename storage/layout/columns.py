@@ -1,7 +1,7 @@
 """Reads from footers which columns a snapshot's files hold, how large they are and which are empty."""
 
 import datetime
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -43,12 +43,12 @@ class EmptyColumns(NamedTuple):
     files: int
 
 
-def find_stored(table: Table, names: Collection[str]) -> list[str]:
-    """Returns the stored columns that the names are read from: for keys of maps the maps, each once."""
+def find_maps(table: Table, names: Iterable[str]) -> dict[str, str]:
+    """Returns name -> the map that it is read from, for those that are keys of maps and no columns."""
     schema = table.schema()
-    there = set(schema.as_arrow().names)
-    keys = {name: str(schema.find_column_name(key.field)) for name, key in find_keys(schema, names).items()}
-    return list(dict.fromkeys(name if name in there else keys.get(name, name) for name in names))
+    there = {field.name for field in schema.fields}
+    keys = find_keys(schema, (name for name in names if name not in there))
+    return {name: str(schema.find_column_name(key.field)) for name, key in keys.items()}
 
 
 class Footers:

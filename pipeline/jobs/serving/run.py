@@ -17,7 +17,7 @@ from pipeline.process import limit_threads
 from pipeline.registration.aliases import choose_version, find_holder, list_versions, no_champion
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import Tracker, reporting_unreachable
-from pipeline.registration.versions import EXAMPLE, download_beside, download_packed
+from pipeline.registration.versions import EXAMPLE, download_packed, download_part
 from pipeline.serving.config import ServedVersion, ServingConfig
 from pipeline.serving.supervisor import FetchedVersion, Supervisor
 from storage.scratch import ScratchFolder
@@ -78,7 +78,7 @@ class RegistryFollower:
         folder.mkdir()
         try:
             download_packed(self.tracker, self.name, version, folder)
-            download_beside(self.tracker, self.name, version, EXAMPLE, folder)
+            download_part(self.tracker, self.name, version, EXAMPLE, folder)
             found = self.tracker.client.get_model_version(self.name, str(version))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Costs
-from storage.layout.columns import Footers, find_stored
+from storage.layout.columns import Footers, find_maps
 from storage.layout.flatten import add_columns, count_keys, days_with_maps, drop_maps, flattened, refuse_new_keys
 from storage.layout.proposal import Proposal, propose
 from storage.layout.reads import ReadRecord, load_reads, read_percentiles, record_read, traffic_curve
@@ -61,7 +61,8 @@ def _measure_popularity(workspace: Workspace, spec: DataSpec, rows: int, since: 
     found = Footers(table, spec.snapshot).columns([max(spec.selection.days)], POPULARITY_FILES)
     stored = {name: one.bytes for name, one in found.items()}
     reads = [*((read.columns, read.rows) for read in recent), (spec.columns, rows)]
-    return traffic_curve([(find_stored(table, columns), count) for columns, count in reads], stored)
+    maps = find_maps(table, {name for columns, _ in reads for name in columns})
+    return traffic_curve([({maps.get(name, name) for name in columns}, count) for columns, count in reads], stored)
 
 
 @step("propose")

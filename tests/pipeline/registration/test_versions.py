@@ -22,8 +22,8 @@ from pipeline.registration.versions import (
     MODEL,
     PLAN,
     WEIGHTS,
-    download_beside,
     download_packed,
+    download_part,
     hash_files,
     is_intact,
 )
@@ -71,8 +71,8 @@ def test_the_code_of_a_version_is_not_fetched(registry, packed, tmp_path):
     (tmp_path / "stored" / EXAMPLE).write_text("{}")
     tracker, version = registry({FILES: json.dumps(hash_files(packed))})
     download_packed(tracker, "m", version, tmp_path / "fetched")
-    download_beside(tracker, "m", version, EXAMPLE, tmp_path / "fetched")
-    download_beside(tracker, "m", version, "none.json", tmp_path / "fetched")
+    download_part(tracker, "m", version, EXAMPLE, tmp_path / "fetched")
+    download_part(tracker, "m", version, "none.json", tmp_path / "fetched")
     found = {path.name for path in (tmp_path / "fetched").rglob("*") if path.is_file()}
     assert found - {"registered_model_meta"} == {*CONTENTS, EXAMPLE}
 
