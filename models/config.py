@@ -17,6 +17,9 @@ class SparseFeature:
     """Size of the table: ids are in [0, rows)."""
     pooling: Literal["sum", "mean"]
     """How the vectors of a list become one."""
+    weighted: bool = False
+    """Whether each id comes with a weight, by which its vector is multiplied before the vectors are summed. The weights
+    of a mean sum to 1, so a model with weights has no other pooling than sums."""
 
 
 class DLRMConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

@@ -14,6 +14,18 @@ from models.config import DLRMConfig, SparseFeature
 from models.layers import CatInteraction, CrossInteraction, DotInteraction, mlp
 
 
+class IdLists(NamedTuple):
+    """The lists of a feature. List i has the ids from offsets[i] to offsets[i + 1].
+
+    Shapes:
+        ids_V: int64 [V]. offsets: int64 [B + 1]. weights_V: float32 [V], None without weights.
+    """
+
+    ids_V: torch.Tensor
+    offsets: torch.Tensor
+    weights_V: torch.Tensor | None = None
+
+
 class SharedFeatures(NamedTuple):
     """Deduplicated features (IKJT): each distinct list of ids is looked up once, for all rows that share it.
 
@@ -71,7 +83,9 @@ class DLRM(nn.Module):
         self.names = [feature.name for feature in features]
         self.table_of = {feature.name: module_name(feature.table) for feature in features}
         self.embeddings = EmbeddingBagCollection(
-            tables=tables_of(config, features, table_type), device=torch.device(device)
+            tables=tables_of(config, features, table_type),
+            is_weighted=any(feature.weighted for feature in features),
+            device=torch.device(device),
         )
         width = config.embedding_width
         self.bottom = mlp(num_dense, [*config.bottom_mlp, width]) if num_dense else None
@@ -102,15 +116,14 @@ class DLRM(nn.Module):
         by_name = pooled.to_dict()  # a sharded collection may have another order
         return torch.stack([by_name[name] for name in self.names], dim=1)
 
-    def pool_lists(self, lists: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    def pool_lists(self, lists: Mapping[str, IdLists]) -> torch.Tensor:
         """Looks up some of the features in whole tables: the same vectors as `pool`, at half its cost for few rows.
 
         Shapes:
-            lists: feature -> ids int64 [V], offsets int64 [B + 1] -> float32 [B, F, E], features in the order of lists.
+            lists: feature -> lists of B rows -> float32 [B, F, E], features in the order of lists.
         """
         bags = self.embeddings.embedding_bags
-        pooled = [bags[self.table_of[name]](ids_V, offsets) for name, (ids_V, offsets) in lists.items()]
-        return torch.stack(pooled, dim=1)
+        return torch.stack([bags[self.table_of[name]](*one) for name, one in lists.items()], dim=1)
 
     def score(self, dense_BD: torch.Tensor, *pooled_BFE: torch.Tensor) -> torch.Tensor:
         """Returns the logits from the pooled vectors, in one piece or several: the model without its tables."""
@@ -189,7 +202,7 @@ def tables_of(
             embedding_dim=config.embedding_width,
             data_type=table_type,
             feature_names=[member.name for member in members],
-            pooling=PoolingType.SUM if members[0].pooling == "sum" else PoolingType.MEAN,
+            pooling=PoolingType.SUM if members[0].pooling == "sum" or members[0].weighted else PoolingType.MEAN,
         )
         for name, members in tables.items()
     ]

@@ -38,7 +38,8 @@ class QuantisedBags(nn.Module):
         pooled = []
         for name in names:
             bags = sparse[name]
-            pooled.append(self.embedding_bags[self.table_of[name]](bags.values(), bags.offsets()))
+            weights = bags.weights_or_none()
+            pooled.append(self.embedding_bags[self.table_of[name]](bags.values(), bags.offsets(), weights))
         return KeyedTensor(names, [vectors_BE.shape[1] for vectors_BE in pooled], torch.cat(pooled, dim=1))
 
 
@@ -51,14 +52,12 @@ class _Table(nn.Module):
         size = (table.num_embeddings, table.embedding_dim + ROW_OVERHEAD_BYTES)
         self.register_buffer("weight", torch.zeros(size, dtype=torch.uint8))
 
-    def forward(self, ids_V: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Returns the sum or mean of each list, float32 [B, E].
-
-        Args:
-            offsets: [B + 1]. List i has the ids from offsets[i] to offsets[i + 1].
-        """
+    def forward(
+        self, ids_V: torch.Tensor, offsets: torch.Tensor, weights_V: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns the sum or mean of each list, float32 [B, E]. The arguments are those of `IdLists`."""
         sums_BE: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.weight, ids_V, offsets.to(ids_V.dtype), include_last_offset=True
+            self.weight, ids_V, offsets.to(ids_V.dtype), per_sample_weights=weights_V, include_last_offset=True
         )
         # The kernel has a `mode` argument but ignores it.
         return sums_BE / offsets.diff().clamp(min=1).unsqueeze(1) if self.mean else sums_BE

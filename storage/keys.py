@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Collection, Iterable
-
-import pyarrow as pa
+from typing import TYPE_CHECKING
 
 from storage.errors import StorageError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SPELLED = re.compile(r"([A-Za-z_]\w*)\[(\d+(?:\.\.\d+)?(?:,\s*\d+(?:\.\.\d+)?)*)\]")
 """`dense[17]`, `ids[42..80]` or `ids[1, 5..7]`."""
@@ -58,6 +60,8 @@ def is_key(name: str, maps: Collection[str]) -> bool:
     return found is not None and found[1] in maps
 
 
-def map_names(schema: pa.Schema) -> list[str]:
+def map_names(schema: "pa.Schema") -> list[str]:
     """Returns the names of the maps in a table."""
+    import pyarrow as pa
+
     return [field.name for field in schema if pa.types.is_map(field.type)]

@@ -1,5 +1,6 @@
 """The tensors of one step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,7 +10,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from models.dlrm import SharedFeatures
 from pipeline.data.position import NO_TIMES, Position, Times
 from pipeline.transforms.column import Column
-from pipeline.transforms.kernels.hashing import take_lists
+from pipeline.transforms.kernels.hashing import offsets_of, take_lists
+from pipeline.transforms.kernels.weights import unpack
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,8 @@ class Batch:
 
     Shapes:
         dense: float32 [B, D]. labels: float32 [B]. weights: float32 [B], 0 for padding, else the weight column or 1.
-        sparse: F features of B bags, ids int64, lengths int32. A shared feature has one bag per run of rows first; its
-        other bags are empty.
+        sparse: F features of B bags, ids int64, lengths int32, and weights float32 where a feature has some. A shared
+        feature has one bag per run of rows first; its other bags are empty.
     """
 
     dense: torch.Tensor
@@ -54,9 +56,13 @@ class Batch:
         bags = np.arange(features * rows).reshape(features, rows)
         for feature in self.shared.features:
             bags[feature] = feature * rows + self.shared.inverse_B.numpy()
-        values, offsets = take_lists(self.sparse.values().numpy(), self.sparse.offsets().numpy(), bags.reshape(-1))
+        before, taken = self.sparse.offsets().numpy(), bags.reshape(-1)
+        values, offsets = take_lists(self.sparse.values().numpy(), before, taken)
+        weights = self.sparse.weights_or_none()
+        if weights is not None:
+            weights = torch.from_numpy(take_lists(weights.numpy(), before, taken)[0])
         lengths = torch.from_numpy(np.diff(offsets).astype(np.int32))
-        sparse = KeyedJaggedTensor(self.sparse.keys(), torch.from_numpy(values), lengths=lengths)
+        sparse = KeyedJaggedTensor(self.sparse.keys(), torch.from_numpy(values), weights, lengths)
         return replace(self, sparse=sparse, shared=None)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
@@ -69,8 +75,27 @@ class Batch:
         return replace(self, dense=moved[0], sparse=sparse, labels=moved[1], weights=moved[2], shared=shared)
 
 
-def sparse_tensor(names: list[str], columns: tuple[Column, ...]) -> KeyedJaggedTensor:
-    """Converts the bags of F features over B rows to TorchRec's format.
+def keyed_lists(
+    names: list[str], values: np.ndarray, lengths: np.ndarray, weighted: Sequence[int] = ()
+) -> KeyedJaggedTensor:
+    """Returns the bags of F features over B rows in TorchRec's format.
+
+    Args:
+        values: int64 [V], feature by feature. lengths: int32 [F * B].
+        weighted: Indices of the features whose ids are packed with weights. The ids of all others weigh 1.
+    """
+    if not weighted:
+        return KeyedJaggedTensor(names, torch.from_numpy(values), lengths=torch.from_numpy(lengths))
+    bounds = offsets_of(lengths.reshape(len(names), -1).sum(1))
+    ids, weights = values.copy(), np.ones(len(values), np.float32)
+    for feature in weighted:
+        part = slice(bounds[feature], bounds[feature + 1])
+        ids[part], weights[part] = unpack(values[part])
+    return KeyedJaggedTensor(names, torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(lengths))
+
+
+def sparse_tensor(names: list[str], columns: tuple[Column, ...], weighted: Sequence[int] = ()) -> KeyedJaggedTensor:
+    """Converts the bags of F features over B rows to TorchRec's format; see `keyed_lists`.
 
     Example:
         >>> sparse_tensor(["a"], (Column(np.array([4, 5]), np.array([0, 2, 2])),)).lengths().tolist()
@@ -78,6 +103,4 @@ def sparse_tensor(names: list[str], columns: tuple[Column, ...]) -> KeyedJaggedT
     """
     values = np.concatenate([column.values for column in columns])
     lengths = np.concatenate([np.diff(column.offsets) for column in columns if column.offsets is not None])
-    return KeyedJaggedTensor(
-        keys=names, values=torch.from_numpy(values), lengths=torch.from_numpy(lengths.astype(np.int32))
-    )
+    return keyed_lists(names, values, lengths.astype(np.int32), weighted)

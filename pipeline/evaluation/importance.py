@@ -48,7 +48,7 @@ class ImportanceEstimator:
         self.starts: dict[str, str] = {}
         self.hashed: dict[str, tuple[str, str]] = {}
         for name, key in self.ends.items():
-            while (op := makers.get(key)) is not None and len(op.inputs) == 1:
+            while (op := makers.get(key)) is not None and (len(op.inputs) == 1 or op.kind == "weigh"):
                 if op.kind == "sigrid_hash" and name not in self.hashed:
                     self.hashed[name] = (op.inputs[0], op.output)
                 key = op.inputs[0]

@@ -8,10 +8,9 @@ from typing import Protocol
 
 import torch
 from pydantic import BaseModel, ValidationError
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import SharedFeatures
-from pipeline.data.batch import Batch
+from pipeline.data.batch import Batch, keyed_lists
 from pipeline.data.position import LostRows, Position, Times
 from pipeline.errors import ConfigError, DataError, from_wire
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -291,6 +290,7 @@ class Client:
         self.source, self.batch_rows, self.seed, self.window_rows = source, batch_rows, seed, window_rows
         self.name, spec = data
         self.keys = [feature.name for feature in spec.plan.sparse]
+        self.weighted = [i for i, feature in enumerate(spec.plan.sparse) if feature.weighted]
         self.shared = spec.shared
         self.rank, self.world_size = rank, world_size
         self.requests = 0
@@ -334,10 +334,11 @@ class Client:
         )
         return Batch(
             dense=dense,
-            sparse=KeyedJaggedTensor(
-                keys=self.keys,
-                values=torch.from_numpy(arrays["values"][first : first + ids]),
-                lengths=torch.from_numpy(arrays["lengths"][row * features : (row + rows) * features]),
+            sparse=keyed_lists(
+                self.keys,
+                arrays["values"][first : first + ids],
+                arrays["lengths"][row * features : (row + rows) * features],
+                self.weighted,
             ),
             labels=labels,
             weights=weights,

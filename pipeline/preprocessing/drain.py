@@ -127,5 +127,7 @@ def open_source(
 def hash_batch(batch: Batch, order: Any) -> None:
     """Adds the bytes of a global batch to a hash. Shared bags do not change the hash."""
     batch = batch.plain
-    for tensor in (batch.dense, batch.labels, batch.weights, batch.sparse.lengths(), batch.sparse.values()):
+    sparse = batch.sparse
+    of_ids = () if sparse.weights_or_none() is None else (sparse.weights(),)
+    for tensor in (batch.dense, batch.labels, batch.weights, sparse.lengths(), sparse.values(), *of_ids):
         order.update(tensor.contiguous().numpy().data)

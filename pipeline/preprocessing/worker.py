@@ -87,9 +87,10 @@ class Worker:
         self.spec = spec
         warehouse = Warehouse(spec.warehouse, Path(spec.home)) if warehouse is None else warehouse
         self.reader = open_reader(warehouse, spec.snapshot, spec.columns, spec.selection.expression(), spec.joined)
+        packed = any(feature.weighted for feature in spec.plan.sparse)
         rows = max((feature.rows for feature in spec.plan.sparse), default=0)
         self.deduplication = DedupPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
-        self.id_type = "int32" if rows <= np.iinfo(np.int32).max else "int64"
+        self.id_type = "int32" if rows <= np.iinfo(np.int32).max and not packed else "int64"
         self.orders: dict[tuple[int, int, int, int], npt.NDArray[np.int64]] = {}
 
     def warm_up(self) -> None:
@@ -130,7 +131,7 @@ class Worker:
                         break
             if rows <= 0:
                 break
-        return [concatenate(list(columns)) for columns in zip(*parts, strict=True)]
+        return [concatenate(list(columns)) for columns in zip(*map(self.spec.plan.ids, parts), strict=True)]
 
     def transform_split(self, split: Split, writer: Writer) -> tuple[int, Costs]:
         """Transforms the selected rows of a split and returns their number and the costs.

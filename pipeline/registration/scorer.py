@@ -15,13 +15,14 @@ from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, PythonModelContext
 from safetensors.torch import load_file
 
-from models.config import DLRMConfig
-from models.dlrm import DLRM, tables_of
+from models.config import DLRMConfig, SparseFeature
+from models.dlrm import DLRM, IdLists, tables_of
 from models.quantised import TABLES, QuantisedBags
 from pipeline.errors import InputError
 from pipeline.registration.request import Rows, table_of
 from pipeline.registration.versions import MODEL, PLAN, WEIGHTS, check_files
 from pipeline.transforms.column import Column
+from pipeline.transforms.kernels.weights import unpack
 from pipeline.transforms.plan.plan import Plan
 
 BATCH_ROWS = 8_192
@@ -77,7 +78,8 @@ class LoadedModel:
         transformed = plan.apply(rows)
         with torch.no_grad():
             lists = {
-                feature.name: _tensors(column) for feature, column in zip(plan.sparse, transformed.sparse, strict=True)
+                feature.name: _lists_of(feature, column)
+                for feature, column in zip(plan.sparse, transformed.sparse, strict=True)
             }
             vectors = self.model.pool_lists(lists) if lists else torch.empty(rows.num_rows, 0, self.width)
             return torch.from_numpy(transformed.dense), vectors
@@ -120,9 +122,13 @@ def check_finite(found: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return found
 
 
-def _tensors(column: Column) -> tuple[torch.Tensor, torch.Tensor]:
+def _lists_of(feature: SparseFeature, column: Column) -> IdLists:
     assert column.offsets is not None, "sparse features are lists"
-    return torch.from_numpy(column.values), torch.from_numpy(column.offsets)
+    offsets = torch.from_numpy(column.offsets)
+    if not feature.weighted:
+        return IdLists(torch.from_numpy(column.values), offsets)
+    ids, weights = map(torch.from_numpy, unpack(column.values))
+    return IdLists(ids, offsets, weights)
 
 
 class Scorer(PythonModel):

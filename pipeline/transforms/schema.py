@@ -13,6 +13,7 @@ from pipeline.transforms.kinds import Kind
 from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.dense import FillNull, Standardise
 from pipeline.transforms.ops.op import Reads
+from storage.keys import expand_keys
 
 COLUMN = "{column}"
 NAMED_KEYS = re.compile(r"([A-Za-z_]\w*)\[([^\[\]]+)\]")
@@ -103,6 +104,11 @@ class SparseGroup(FeatureGroup):
     """Embedding table. Groups and columns that name the same table share its rows."""
     pooling: Literal["sum", "mean"] = "sum"
     """How the vectors of a list become one vector."""
+    weights: str | None = None
+    """Column with a number for each id, by which its vector is multiplied: `{column}_scores`, or an output of a
+    compute_score that makes scores. `mean` then divides by the sum of the numbers. Transforms must keep the places of
+    ids: first_x, sigrid_hash, clamp, enumerate, or map_id with `unknown`. A number that is missing or not finite, and
+    all numbers of a row that has not as many as ids, become 0 and are counted."""
 
 
 def input_kinds(op: AnyOp) -> Reads:
@@ -152,7 +158,24 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     def named_columns(self) -> list[str]:
         """Returns the names and patterns of all columns that features read."""
         groups = [name for group in (*self.dense, *self.sparse) for name in group.columns]
-        return [*groups, *(name for op in self.derived for name in op.inputs)]
+        weights = [
+            group.weights.replace(COLUMN, column)
+            for group in self.sparse
+            if group.weights is not None
+            for name in group.columns
+            for column in spelled_keys(name)
+        ]
+        return [*groups, *weights, *(name for op in self.derived for name in op.inputs)]
+
+
+def spelled_keys(name: str) -> list[str]:
+    """Returns the columns that a spelling of a map's keys means if there is such a map, else the name as it is.
+
+    Example:
+        >>> spelled_keys("ids[4, 5]"), spelled_keys("cat_*")
+        (['ids_4', 'ids_5'], ['cat_*'])
+    """
+    return expand_keys(name, (), [name.partition("[")[0]])
 
 
 def put_keys(text: Any, named: Mapping[str, Any]) -> Any:

@@ -42,7 +42,7 @@ def as_maps(rows: pa.Table) -> pa.Table:
                 for key, name in enumerate(ids)
                 if (value := row[name]) is not None
             ],
-            "scored": [(7, [(one, 0.5) for one in sorted(set(row["list_interests"] or []))])],
+            "scored": [(7, [(one, one % 7 - 2.5) for one in sorted(set(row["list_interests"] or []))])],
         }
         for row in rows.to_pylist()
     ]
@@ -76,6 +76,7 @@ def keys(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
             "dense": [{"columns": ["dense[0..3]", "dense[5]"]}],
             "sparse": [
                 {"columns": ["ids[0..4]", "scored_7"], "transforms": HASHED},
+                {"columns": ["scored[7]"], "name": "by_score", "weights": "{column}_scores", "transforms": HASHED},
                 {"columns": ["ids[6, 8..9, 99]"], "name": "wide_{column}", "pooling": "mean", "transforms": HASHED},
             ],
         },

@@ -216,6 +216,12 @@ class Deployed:
         found = self.ask("/logs/filter", {"sort": "TIMESTAMP_DESC", "limit": 200})
         return [line["message"] for line in found if text in line["message"]]
 
+    def told(self) -> str:
+        """Returns what a test that waited in vain wants to know: states of runs, and the end of the worker's log."""
+        runs = self.ask("/flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 20})
+        states = [f"{one['name']}: {one['state_name']} {one['state'].get('message') or ''}" for one in runs]
+        return "\n".join([*states, *self.said("")[::-1], (self.folder / "worker.log").read_text()[-4000:]])
+
     @contextmanager
     def worker(self) -> Iterator[subprocess.Popen]:
         log = self.folder / "worker.log"
@@ -233,7 +239,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     server.start()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "flows.deploy", "chain=true", "silent_seconds=35", "pending_seconds=60"], cwd=ROOT, env=server.settings,
+            [sys.executable, "-m", "flows.deploy", "chain=true", "silent_seconds=55", "pending_seconds=60"], cwd=ROOT, env=server.settings,
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -268,7 +274,10 @@ def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(de
     before = checkpoints()
     with deployed.worker() as worker:
         first, second = (deployed.order("end-to-end/sample", overrides=LONG) for _ in range(2))
-        until(lambda: checkpoints() - before)
+        try:
+            until(lambda: checkpoints() - before)
+        except AssertionError as error:
+            raise AssertionError(deployed.told()) from error
         assert deployed.state(second) == "SCHEDULED"  # one training at a time
         family = psutil.Process(worker.pid).children(recursive=True)
         for process in (worker, next(one for one in family if "prefect.engine" in one.cmdline())):

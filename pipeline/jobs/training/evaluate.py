@@ -365,7 +365,7 @@ def train_baselines(
             first += rows.num_rows
             labels, weights = read_outcomes(worker, kept, fragment)
             transformed = plan.apply(kept)
-            yield Examples.of(transformed.dense, transformed.sparse, labels, weights)
+            yield Examples.of(transformed.dense, plan.ids(transformed.sparse), labels, weights)
 
     def read_test() -> Iterator[Examples]:
         done, total = 0, job.rows["test"]

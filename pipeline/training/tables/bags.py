@@ -97,10 +97,11 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
     Args:
         settings: Settings of FBGEMM's class, as TorchRec passes them.
     Shapes:
-        indices int64 [lookups], offsets int64 [F * B + 1] -> float32 [B, sum of widths].
+        indices int64 [lookups], offsets int64 [F * B + 1], weights of ids float32 [lookups] or None -> float32
+        [B, sum of widths].
     Raises:
         IndexError: If an id lies outside its table.
-        NotImplementedError: For weights of samples, other pooling or numbers other than float32: no config asks for
+        NotImplementedError: For weights with means, other pooling or numbers other than float32: no config asks for
             them, and TorchRec must not get other results in silence if one ever does.
     Source:
         Mudigere et al. 2022, arXiv:2104.05158, section 4.1 (exact, deterministic sparse optimizers).
@@ -145,30 +146,43 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.parts = 1 << (self.threads - 1).bit_length()
         self.pool = ThreadPoolExecutor(self.threads - 1) if self.threads > 1 else None
 
-    def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *weights: Any, **others: Any) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
         """See the class."""
-        if any(value is not None for value in (*weights, *others.values())):
-            raise NotImplementedError(
-                "The numba kernel does not support sample weights. Set training.embedding_kernel: fbgemm."
-            )
-        pooled: torch.Tensor = _Lookup.apply(self.placeholder_autograd_tensor, self, indices.long(), offsets.long())  # type: ignore[no-untyped-call]
+        mean = self.pooling_mode == PoolingMode.MEAN
+        if any(value is not None for value in others.values()) or (mean and per_sample_weights is not None):
+            raise NotImplementedError("The numba kernel knows no weights with means, nor other options of a lookup.")
+        weights = None if per_sample_weights is None else per_sample_weights.detach().float()
+        pooled: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+            self.placeholder_autograd_tensor, self, indices.long(), offsets.long(), weights
+        )
         return pooled
 
-    def lookup(self, indices: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    def lookup(self, indices: np.ndarray, offsets: np.ndarray, id_weights: np.ndarray | None) -> np.ndarray:
         """Returns the pooled vectors of a batch, float32 [B, sum of widths]."""
         bags = (len(offsets) - 1) // len(self.features)
         out = np.empty((bags, self.total_D), np.float32)
-        weights, mean = self._numbers("weights_host"), self.pooling_mode == PoolingMode.MEAN
+        tables = (self._numbers("weights_host"), self.features)
         bounds = [bags * n // self.threads for n in range(self.threads + 1)]
-        outside = self._run_parallel(
-            kernels.pool,
-            [(weights, self.features, mean, indices, offsets, out, *bounds[n : n + 2]) for n in range(self.threads)],
-        )
+        parts = [(out, *bounds[n : n + 2]) for n in range(self.threads)]
+        if id_weights is not None:
+            calls = [(*tables, indices, offsets, id_weights, *part) for part in parts]
+            outside = self._run_parallel(kernels.pool_weighted, calls)
+        else:
+            mean = self.pooling_mode == PoolingMode.MEAN
+            outside = self._run_parallel(kernels.pool, [(*tables, mean, indices, offsets, *part) for part in parts])
         if sum(outside):
             raise IndexError(f"{sum(outside)} ids outside the tables {self.table_names}")
         return out
 
-    def update(self, indices: np.ndarray, offsets: np.ndarray, gradient: torch.Tensor) -> None:
+    def update(
+        self, indices: np.ndarray, offsets: np.ndarray, id_weights: np.ndarray | None, gradient: torch.Tensor
+    ) -> None:
         """Makes one optimizer step with the gradient of the pooled vectors, float32 [B, sum of widths]."""
         weights, mean = self._numbers("weights_host"), self.pooling_mode == PoolingMode.MEAN
         moment = NOTHING if self.kind == kernels.SGD else self._numbers("momentum1_host")
@@ -180,7 +194,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         stride = flat.stride(0)
         numbers_in_memory = (len(flat) - 1) * stride + flat.shape[1] if len(flat) else 0
         common = (self.kind, weights, moment, self._numbers("second"), settings, self.tables, self.members)
-        batch = (mean, indices, offsets, flat.as_strided((numbers_in_memory,), (1,)).numpy(), stride, self.slots)
+        numbers_of = flat.as_strided((numbers_in_memory,), (1,)).numpy()
+        batch = (mean, indices, offsets, id_weights, numbers_of, stride, self.slots)
         shares = zip(self._share_out(offsets), self.rows_seen, self.sums, strict=True)
         self._run_parallel(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
 
@@ -233,11 +248,11 @@ class _Lookup(torch.autograd.Function):
     """The lookup for autograd. Its backward pass updates the tables and returns no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, bags: NumbaBags, *batch: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.bags, ctx.batch = bags, [tensor.numpy() for tensor in batch]
+    def forward(ctx: Any, trigger: torch.Tensor, bags: NumbaBags, *batch: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+        ctx.bags, ctx.batch = bags, [None if tensor is None else tensor.numpy() for tensor in batch]
         return torch.from_numpy(bags.lookup(*ctx.batch))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
         ctx.bags.update(*ctx.batch, gradient.float())
-        return (None, None, None, None)
+        return (None, None, None, None, None)

@@ -93,6 +93,45 @@ def pool(
     return outside
 
 
+@compiled
+def pool_weighted(
+    weights: np.ndarray, features: np.ndarray, indices: np.ndarray, offsets: np.ndarray, id_weights: np.ndarray,
+    out: np.ndarray, first: int, last: int,
+) -> int:  # fmt: skip
+    """Computes the sums of `pool` with each table row multiplied by the weight of its id, float32 [lookups].
+
+    Products are rounded before they are added, so a column has the same bits in a table of any width.
+    """
+    bags, stride = (len(offsets) - 1) // len(features), out.shape[1]
+    flat = out.reshape(-1)
+    outside = 0
+    for f in range(len(features)):
+        origin, rows, width, column = features[f]
+        final = offsets[(f + 1) * bags] - 1
+        for b in range(first, last):
+            into = flat[b * stride + column : b * stride + column + width]
+            into[:] = 0.0
+            for j in range(offsets[f * bags + b], offsets[f * bags + b + 1]):
+                coming = origin + indices[min(j + PREFETCH_LOOKUPS, final)] * width
+                for line in range(0, width, LANES):
+                    prefetch(weights, coming + line)
+                if not 0 <= indices[j] < rows:
+                    outside += 1
+                    continue
+                source = origin + indices[j] * width
+                row, weight = weights[source : source + width], id_weights[j]
+                for e in range(width):
+                    into[e] += weight * row[e]
+    return outside
+
+
+@compiled
+def _scale(vector: np.ndarray, factor: np.float32, out: np.ndarray) -> None:
+    """Rounds each product, as `pool_weighted` does."""
+    for e in range(len(vector)):
+        out[e] = vector[e] * factor
+
+
 @compiled_fast
 def _add(sums: np.ndarray, begin: int, vector: np.ndarray) -> None:
     """Adds a vector to sums[begin : begin + len(vector)]."""
@@ -167,8 +206,9 @@ class Cursor(NamedTuple):
 @compiled_fast
 def update(
     kind: int, weights: np.ndarray, moment: np.ndarray, second: np.ndarray, settings: np.ndarray, tables: np.ndarray,
-    members: np.ndarray, tasks: np.ndarray, mean: bool, indices: np.ndarray, offsets: np.ndarray, gradient: np.ndarray,
-    stride: int, slots: np.ndarray, rows_seen: np.ndarray, sums: np.ndarray,
+    members: np.ndarray, tasks: np.ndarray, mean: bool, indices: np.ndarray, offsets: np.ndarray,
+    id_weights: np.ndarray | None, gradient: np.ndarray, stride: int, slots: np.ndarray, rows_seen: np.ndarray,
+    sums: np.ndarray,
 ) -> None:  # fmt: skip
     """Makes one optimizer step on each row that the batch read, with the whole gradient of the row (exact).
 
@@ -184,6 +224,7 @@ def update(
             `members`. The last row holds only the number of members.
         members: int64 [F, 2]: features, ordered by table, and their first column in `gradient`.
         tasks: int64 [N, 3]: table, part, mask. A task updates the rows with `row & mask == part`.
+        id_weights: float32 [lookups]. None: each id weighs 1. Numba compiles a loop of its own for it.
         gradient: float32, gradient of the pooled vectors. Row b starts at b * stride.
         slots: int32, row -> slot. UNSEEN for every row of every table, before and after.
         rows_seen: int64, slot -> row. Scratch memory; its length is the number of slots.
@@ -195,7 +236,7 @@ def update(
         table, part, mask = tasks[n]
         origin, first_row, rows, width, first_member = tables[table]
         end = Cursor(tables[table + 1, 4], 0)
-        vector = np.empty(width, np.float32)
+        vector, scaled = np.empty(width, np.float32), np.empty(width, np.float32)
         room = len(rows_seen)
         begin, after = Cursor(first_member, 0), UNSEEN
         while begin.member < end.member:
@@ -225,11 +266,18 @@ def update(
                             continue
                         slot = slots[first_row + row]
                         if slot >= 0:
-                            _add(sums, slot * width, vector)
+                            if id_weights is None:
+                                _add(sums, slot * width, vector)
+                            else:
+                                _scale(vector, id_weights[j], scaled)
+                                _add(sums, slot * width, scaled)
                         elif slot == UNSEEN and seen < room:
                             slots[first_row + row] = seen
                             rows_seen[seen] = row
-                            sums[seen * width : (seen + 1) * width] = vector
+                            if id_weights is None:
+                                sums[seen * width : (seen + 1) * width] = vector
+                            else:
+                                _scale(vector, id_weights[j], sums[seen * width : (seen + 1) * width])
                             seen += 1
                         elif slot == UNSEEN and resume.member == end.member:
                             resume = Cursor(m, b)

@@ -9,6 +9,7 @@ from pipeline.transforms.ops.discrete import Bucketize, GetLocalHour, Onehot
 from pipeline.transforms.ops.lists import Cartesian, IdListTransform, NGram, PositiveIntersect
 from pipeline.transforms.ops.score import ComputeScore
 from pipeline.transforms.ops.sparse import Enumerate, FirstX, MapId, SigridHash
+from pipeline.transforms.ops.weigh import Weigh
 
 AnyOp = Annotated[
     BoxCox
@@ -31,7 +32,9 @@ AnyOp = Annotated[
     | Standardise,
     Field(discriminator="kind"),
 ]
-"""The one list of all ops."""
+"""The one list of all ops that a config can name."""
+PlannedOp = Annotated[AnyOp | Weigh, Field(discriminator="kind")]
+"""Ops of a plan."""
 
 
 def known_kinds() -> dict[str, Any]:

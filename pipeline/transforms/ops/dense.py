@@ -41,6 +41,7 @@ class Clamp(Op):
     """Limits numbers or ids to [low, high]. Missing values stay missing."""
 
     reads, makes = ("either",), "same"
+    in_place = True
     kind: Literal["clamp"] = "clamp"
     low: FiniteFloat
     high: FiniteFloat

@@ -60,6 +60,8 @@ class Op(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     makes: ClassVar[Makes]
     variadic: ClassVar[bool] = False
     """Whether it accepts any number of inputs, the further ones of the last kind of `reads`."""
+    in_place: ClassVar[bool] = False
+    """Whether the ids of a list keep their places: it makes one id of each, and drops none but from the end."""
     learns: ClassVar[Literal["moments", "quantiles", "vocabulary"] | None] = None
     """What its `fit` learns from the training rows, for ops that a config may leave without numbers."""
 

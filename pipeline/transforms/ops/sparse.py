@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
-from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Count, Counts, Id, Index, Op, list_offsets
+from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Count, Counts, Id, Index, Op, PerOp, list_offsets
 
 if TYPE_CHECKING:
     from pipeline.transforms.column import Column, Ids
@@ -30,6 +30,7 @@ class Enumerate(Op):
     """
 
     reads, makes = ("sparse",), "sparse"
+    in_place = True
     kind: Literal["enumerate"] = "enumerate"
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
@@ -51,6 +52,7 @@ class FirstX(Op):
     """
 
     reads, makes = ("sparse",), "sparse"
+    in_place = True
     kind: Literal["first_x"] = "first_x"
     limit: Count
 
@@ -91,6 +93,7 @@ class MapId(Op):
     """
 
     reads, makes, learns = ("sparse",), "sparse", "vocabulary"
+    in_place = PerOp[bool](False, lambda op: op.unknown is not None)  # type: ignore[assignment]
     kind: Literal["map_id"] = "map_id"
     vocabulary: tuple[Id | str, ...] | None = None
     """Ids in the order of their indices. None learns them."""
@@ -171,6 +174,7 @@ class SigridHash(Op):
     """
 
     reads, makes = ("sparse",), "sparse"
+    in_place = True
     kind: Literal["sigrid_hash"] = "sigrid_hash"
     size: Count
     salt: int = Field(default=0, ge=ID_MIN, le=ID_MAX)

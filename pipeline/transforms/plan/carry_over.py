@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel
 
-from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.dense import Standardise
 from pipeline.transforms.ops.discrete import Bucketize
 from pipeline.transforms.ops.sparse import MapId
@@ -10,7 +10,7 @@ from pipeline.transforms.plan.fit import needs_fit
 from pipeline.transforms.plan.plan import Plan
 from pipeline.transforms.plan.schedule import upstream_columns
 
-LEARNED: dict[type[AnyOp], dict[str, None]] = {
+LEARNED: dict[type[PlannedOp], dict[str, None]] = {
     Bucketize: {"borders": None},
     MapId: {"vocabulary": None},
     Standardise: {"mean": None, "std": None},
@@ -35,7 +35,7 @@ def carry_over_fit(plan: Plan, old: Plan) -> Plan:
     """
     new = set(old.absent) - set(plan.absent)
     taught = {op.output: op for op in old.ops if not new & old.columns_of_op(op)}
-    known: dict[str, AnyOp] = {}
+    known: dict[str, PlannedOp] = {}
     for op in plan.ops:
         before = taught.get(op.output)
         upstream = [name for name in op.inputs if name in known or name in taught]
@@ -45,7 +45,7 @@ def carry_over_fit(plan: Plan, old: Plan) -> Plan:
     return plan.model_copy(update={"ops": tuple(known[op.output] for op in plan.ops)})
 
 
-def _unlearned(op: AnyOp) -> AnyOp:
+def _unlearned(op: PlannedOp) -> PlannedOp:
     return op.model_copy(update=LEARNED.get(type(op), {}))
 
 
@@ -68,13 +68,13 @@ def _same(plan: Plan, old: Plan, feature: str) -> bool:
     return all(_extends(op, theirs[output]) for output, op in ours.items())
 
 
-def _ops_of(plan: Plan, feature: str) -> dict[str, AnyOp]:
+def _ops_of(plan: Plan, feature: str) -> dict[str, PlannedOp]:
     """Returns output -> op of all ops that make a feature."""
     names = upstream_columns(plan.ops, [plan.direct.get(feature, feature)])
     return {op.output: op for op in plan.ops if op.output in names}
 
 
-def _extends(op: AnyOp, old: AnyOp) -> bool:
+def _extends(op: PlannedOp, old: PlannedOp) -> bool:
     """Returns whether an op makes the ids of an older one, and possibly new ones."""
     if isinstance(op, MapId) and isinstance(old, MapId) and op.vocabulary and old.vocabulary:
         before = len(old.vocabulary)

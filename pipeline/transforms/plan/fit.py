@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.transforms.column import Column
-from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.dense import Standardise
 from pipeline.transforms.ops.discrete import Bucketize
 from pipeline.transforms.ops.sparse import MapId
@@ -44,13 +44,13 @@ The set (op) has so few groups that its sums run over the rows in order. Those o
 """
 
 
-def needs_fit(op: AnyOp) -> TypeGuard[Learner]:
+def needs_fit(op: PlannedOp) -> TypeGuard[Learner]:
     """Returns whether an op has yet to learn its numbers."""
     return isinstance(op, Learner) and not op.fitted
 
 
 def fit_ops(
-    ops: Sequence[AnyOp],
+    ops: Sequence[PlannedOp],
     ready: Sequence[Learner],
     chunks: Callable[[], Iterable[pa.Table]],
     temporary: Path | None = None,

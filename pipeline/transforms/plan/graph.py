@@ -10,9 +10,10 @@ from models.config import SparseFeature
 from pipeline.data.columns import NAME
 from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.kinds import KINDS, Kind
-from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.discrete import GetLocalHour
 from pipeline.transforms.ops.op import VALUE
+from pipeline.transforms.ops.weigh import Weigh
 from pipeline.transforms.plan.schedule import ColumnKey
 from pipeline.transforms.schema import (
     COLUMN,
@@ -25,6 +26,9 @@ from pipeline.transforms.schema import (
 )
 from storage.arrow import is_list, is_text
 from storage.keys import expand_keys, map_names
+
+MOST_WEIGHTED_IDS = 1 << 32
+"""Ids that a list with weights can hold: see `pipeline.transforms.kernels.weights`."""
 
 
 class MadeColumn(NamedTuple):
@@ -45,7 +49,7 @@ class Graph:
 
     def __init__(self, schema: FeatureSchema, table: pa.Schema) -> None:
         self.schema, self.table = schema, table
-        self.ops: list[AnyOp] = []
+        self.ops: list[PlannedOp] = []
         self.dense: list[str] = []
         self.sparse: list[SparseFeature] = []
         self.direct: dict[str, str] = {}
@@ -89,7 +93,13 @@ class Graph:
             )
         table = group.table.replace(COLUMN, name if group.table == COLUMN else column)
         _check_name("table", table, "Set the group's `table`.")
-        self.sparse.append(SparseFeature(name=name, table=table, rows=limit, pooling=group.pooling))
+        weighted = self._is_weighted(group)
+        if weighted and limit > MOST_WEIGHTED_IDS:
+            raise ConfigError(
+                f"features.sparse '{name}'", f"at most {MOST_WEIGHTED_IDS} ids with weights", f"{limit}",
+                "Choose a smaller bound.",
+            )  # fmt: skip
+        self.sparse.append(SparseFeature(name, table, limit, group.pooling, weighted))
 
     def _bind(
         self, group: DenseGroup | SparseGroup, column: str, wanted: Literal["dense", "sparse"]
@@ -97,21 +107,53 @@ class Graph:
         """Adds the ops of one column. Returns the feature's name and the bound of its ids."""
         name = group.name.replace(COLUMN, column)
         _check_name("feature", name, "Set the group's `name`.")
-        made = self._derive(column) if column in self._derived else self._read(column, group.read_kind(wanted))
+        stored = made = self._derive(column) if column in self._derived else self._read(column, group.read_kind(wanted))
+        weighted = isinstance(group, SparseGroup) and self._is_weighted(group)
         for i, template in enumerate(group.transforms):
             _check_step(template, name, made.kind)
             if i == 0:
                 self._check_unit(template, name, column)
-            is_last = i == len(group.transforms) - 1
+            is_last = i == len(group.transforms) - 1 and not weighted
             made = self._add(template, (made,), name if is_last else str(ColumnKey(name, str(i))))
         if made.kind != wanted:
             remedy = (
                 "Aggregate them with compute_score." if made.kind == "scores" else f"Move it to features.{made.kind}."
             )
             raise ConfigError(f"feature '{name}'", f"{wanted} values after the last op", f"{made.kind} values", remedy)
-        if not group.transforms:
+        if isinstance(group, SparseGroup) and weighted:
+            scores = () if group.weights is None else (self._scores(group, column, name), stored)
+            made = self._add(Weigh(mean=group.pooling == "mean"), (made, *scores), name)
+        elif not group.transforms:
             self.direct[name] = made.key
         return name, made.limit
+
+    def _is_weighted(self, group: SparseGroup) -> bool:
+        """Whether ids of a group have weights. TorchRec has no model with weights and means: a mean becomes weights."""
+        some = any(other.weights is not None for other in self.schema.sparse)
+        return group.weights is not None or (some and group.pooling == "mean")
+
+    def _scores(self, group: SparseGroup, column: str, name: str) -> MadeColumn:
+        """Returns the column with the weights of a group's column."""
+        assert group.weights is not None
+        moving = next((op for op in group.transforms if not op.in_place), None)
+        if moving is not None:
+            raise ConfigError(
+                f"{moving.kind} on '{name}'", "transforms that keep the places of ids, which have weights",
+                "one that may not", "Move it to features.derived, or remove `weights`.",
+            )  # fmt: skip
+        scores = group.weights.replace(COLUMN, column)
+        if column in self.absent and scores not in self.table.names:
+            self.absent[scores] = None
+            return self._read(scores, "scores")
+        made = self._input(f"weights of '{name}'", scores, "scores", ())
+        if made.kind != "scores":
+            raise ConfigError(
+                f"weights of '{name}'",
+                "lists of numbers",
+                f"'{scores}' with {made.kind} values",
+                "Name another column.",
+            )
+        return made
 
     def _read(self, column: str, kind: Kind) -> MadeColumn:
         """Adds a raw column."""
@@ -130,7 +172,8 @@ class Graph:
             _check_count(op)
             self._check_unit(op, output, op.inputs[0])
             wanted = input_kinds(op)
-            inputs = [self._input(op, *pair, (*above, output)) for pair in zip(op.inputs, wanted, strict=True)]
+            where = f"{op.kind} of '{op.output}'"
+            inputs = [self._input(where, *pair, (*above, output)) for pair in zip(op.inputs, wanted, strict=True)]
             for name, kind, made in zip(op.inputs, wanted, inputs, strict=True):
                 if kind not in ("either", made.kind):
                     raise ConfigError(
@@ -142,7 +185,7 @@ class Graph:
             self._made[output] = self._add(op, inputs, str(ColumnKey(output, "derived")))
         return self._made[output]
 
-    def _check_unit(self, op: AnyOp, output: str, column: str) -> None:
+    def _check_unit(self, op: PlannedOp, output: str, column: str) -> None:
         """Refuses a unit for timestamps and dates, which are read as seconds."""
         if isinstance(op, GetLocalHour) and op.time_unit != "seconds" and column in self.table.names:
             kind = self.table.field(column).type
@@ -152,18 +195,16 @@ class Graph:
                     "Remove time_unit: timestamps have a unit of their own.",
                 )  # fmt: skip
 
-    def _input(self, op: AnyOp, name: str, kind: Kind | Literal["either"], above: tuple[str, ...]) -> MadeColumn:
+    def _input(self, where: str, name: str, kind: Kind | Literal["either"], above: tuple[str, ...]) -> MadeColumn:
         if name in self._derived:
             return self._derive(name, above)
         if name not in self.table.names:
-            raise unknown_column(f"{op.kind} of '{op.output}', input", name, [*self.table.names, *self._derived])
+            raise unknown_column(f"{where}, input", name, [*self.table.names, *self._derived])
         if name == self.schema.label:
-            raise ConfigError(
-                f"{op.kind} of '{op.output}'", "inputs other than the label", f"'{name}'", "Name another column."
-            )
+            raise ConfigError(where, "inputs other than the label", f"'{name}'", "Name another column.")
         return self._read(name, _natural(self.table.field(name).type) if kind == "either" else kind)
 
-    def _add(self, op: AnyOp, inputs: Sequence[MadeColumn], output: str) -> MadeColumn:
+    def _add(self, op: PlannedOp, inputs: Sequence[MadeColumn], output: str) -> MadeColumn:
         self.ops.append(op.bound(tuple(made.key for made in inputs), output))
         kind = inputs[0].kind if op.makes == "same" else op.makes
         return MadeColumn(output, kind, op.ids_below(*(made.limit for made in inputs)))
@@ -217,7 +258,7 @@ def _natural(kind: pa.DataType) -> Kind:
     return "sparse" if single or pa.types.is_nested(kind) else "dense"
 
 
-def _check_count(op: AnyOp) -> None:
+def _check_count(op: PlannedOp) -> None:
     """Refuses the op of a derived column with a wrong number of inputs."""
     count, least = len(op.inputs), len(op.reads)
     if count < least or (count > least and not op.variadic):
@@ -229,7 +270,7 @@ def _check_count(op: AnyOp) -> None:
         )
 
 
-def _check_step(template: AnyOp, name: str, kind: Kind) -> None:
+def _check_step(template: PlannedOp, name: str, kind: Kind) -> None:
     """Refuses an op of a group that cannot read the output of the previous op."""
     where = f"{template.kind} on '{name}'"
     if len(template.reads) > 1:

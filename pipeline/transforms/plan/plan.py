@@ -15,8 +15,9 @@ from pydantic import BaseModel, model_validator
 from models.config import SparseFeature
 from pipeline.errors import ConfigError
 from pipeline.transforms.column import Column
+from pipeline.transforms.kernels.weights import unpack
 from pipeline.transforms.kinds import Kind
-from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.op import Counts
 from pipeline.transforms.plan.fit import Learner, fit_ops, needs_fit
 from pipeline.transforms.plan.graph import Graph
@@ -28,7 +29,8 @@ class TransformedRows(BaseModel, frozen=True, arbitrary_types_allowed=True):
     """Rows ready to be batched.
 
     Shapes:
-        dense: float32 [N, D]. sparse: one Column of N lists per feature, ids int64.
+        dense: float32 [N, D]. sparse: one Column of N lists per feature, ids int64. Those of a feature with weights
+        are packed with them: see `pipeline.transforms.kernels.weights`.
     """
 
     dense: np.ndarray
@@ -41,7 +43,7 @@ class TransformedRows(BaseModel, frozen=True, arbitrary_types_allowed=True):
 class Plan(BaseModel, frozen=True):
     """The ops that turn raw columns into tensors. `build_plan` builds it; every model is saved with it, as JSON."""
 
-    ops: tuple[AnyOp, ...]
+    ops: tuple[PlannedOp, ...]
     """Ordered: each reads raw columns or outputs of earlier ops."""
     dense: tuple[str, ...]
     sparse: tuple[SparseFeature, ...]
@@ -95,6 +97,9 @@ class Plan(BaseModel, frozen=True):
     def hash(self) -> str:
         """SHA-256 of the plan's content. Equal plans make equal tensors."""
         values = self.model_dump(mode="json", exclude=None if self.absent else {"absent"})
+        for feature in values["sparse"]:
+            if not feature["weighted"]:
+                del feature["weighted"]  # such a plan makes the same tensors as before there were weights
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @cached_property
@@ -130,6 +135,13 @@ class Plan(BaseModel, frozen=True):
             dense[:, i] = values
         return TransformedRows(dense=dense, sparse=tuple(columns[self._key(name)] for name in self._sparse_names))
 
+    def ids(self, sparse: Iterable[Column]) -> tuple[Column, ...]:
+        """Returns the sparse features without their weights."""
+        return tuple(
+            Column(unpack(column.values)[0], column.offsets) if feature.weighted else column
+            for feature, column in zip(self.sparse, sparse, strict=True)
+        )
+
     def unfitted(self) -> list[Learner]:
         """Returns the ops that have yet to learn their numbers."""
         return [op for op in self.ops if needs_fit(op)]
@@ -138,7 +150,7 @@ class Plan(BaseModel, frozen=True):
         """Returns the raw columns that a feature is made of."""
         return self._raw_of([self._key(feature)])
 
-    def columns_of_op(self, op: AnyOp) -> frozenset[str]:
+    def columns_of_op(self, op: PlannedOp) -> frozenset[str]:
         """Returns the raw columns that an op reads, directly or through other ops."""
         return self._raw_of(op.inputs)
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from pipeline.transforms.column import Column, from_arrow
 from pipeline.transforms.kernels.fused import fusable, run_in_one_pass
-from pipeline.transforms.ops import AnyOp
+from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.op import Counts
 
 Seconds = Counter[str]
@@ -48,14 +48,14 @@ class ColumnKey(NamedTuple):
 class PlanStep:
     """Ops that run in one pass. Ops that do the same to the same columns run once."""
 
-    twins: tuple[tuple[AnyOp, ...], ...]
+    twins: tuple[tuple[PlannedOp, ...], ...]
     """In the order of the pass: the op that runs, then the ops equal to it."""
     inputs: tuple[str, ...]
     spent: tuple[str, ...] = ()
     """Columns that no later step reads."""
 
     @property
-    def ops(self) -> list[AnyOp]:
+    def ops(self) -> list[PlannedOp]:
         """The ops to run, in order."""
         return [first for first, *_ in self.twins]
 
@@ -92,10 +92,10 @@ class Schedule:
         wanted: Columns to make. Ops that none of them needs do not run.
     """
 
-    def __init__(self, ops: Sequence[AnyOp], wanted: Iterable[str]) -> None:
+    def __init__(self, ops: Sequence[PlannedOp], wanted: Iterable[str]) -> None:
         self.wanted = tuple(wanted)
         self._same: dict[str, str] = {}
-        alike: dict[tuple[tuple[str, ...], str], list[AnyOp]] = {}
+        alike: dict[tuple[tuple[str, ...], str], list[PlannedOp]] = {}
         for op in _needed(ops, self.wanted):
             inputs = tuple(self.canonical(name) for name in op.inputs)
             twins = alike.setdefault((inputs, content_key(op)), [])
@@ -159,12 +159,12 @@ class Schedule:
         return {name: read(self.canonical(name)) for name in self.wanted}
 
 
-def content_key(op: AnyOp) -> str:
+def content_key(op: PlannedOp) -> str:
     """Returns what an op does, without the columns that it reads and makes."""
     return op.model_dump_json(exclude={"inputs", "output"})
 
 
-def upstream_columns(ops: Sequence[AnyOp], wanted: Iterable[str]) -> set[str]:
+def upstream_columns(ops: Sequence[PlannedOp], wanted: Iterable[str]) -> set[str]:
     """Returns the wanted columns and all columns, raw ones too, that they are made of."""
     found = set(wanted)
     for op in reversed(ops):
@@ -173,7 +173,7 @@ def upstream_columns(ops: Sequence[AnyOp], wanted: Iterable[str]) -> set[str]:
     return found
 
 
-def _needed(ops: Sequence[AnyOp], wanted: Iterable[str]) -> list[AnyOp]:
+def _needed(ops: Sequence[PlannedOp], wanted: Iterable[str]) -> list[PlannedOp]:
     names = upstream_columns(ops, wanted)
     return [op for op in ops if op.output in names]
 

@@ -30,6 +30,9 @@ SCHEMA = FeatureSchema.model_validate(
         ],
     }
 )  # fmt: skip
+SUMS = SCHEMA.model_copy(
+    update={"sparse": tuple(group.model_copy(update={"pooling": "sum"}) for group in SCHEMA.sparse)}
+)
 BIG = 2**62 + 1
 ROWS = pa.table(
     {
@@ -65,6 +68,40 @@ def by_hand(loaded: LoadedModel, row: dict) -> float:
     pairs = [vectors[i] @ vectors[j] for i in range(4) for j in range(i + 1, 4)]
     hidden = torch.relu(weights["top.0.weight"] @ torch.cat([dense, torch.stack(pairs)]) + weights["top.0.bias"])
     return float(torch.sigmoid(weights["logit.weight"] @ hidden + weights["logit.bias"]))
+
+
+WEIGHTED = FeatureSchema.model_validate(
+    {
+        "dense": SCHEMA.dense,
+        "sparse": [
+            {"columns": ["user", "country"], "transforms": [{"kind": "sigrid_hash", "size": 50}]},
+            {
+                "columns": ["tags"], "weights": "{column}_scores",
+                "transforms": [{"kind": "first_x", "limit": 2}, {"kind": "sigrid_hash", "size": 50}],
+            },
+        ],
+    }
+)  # fmt: skip
+SCORED = ROWS.append_column("tags_scores", pa.array([[0.5, -3.0, 9.0], [], None], pa.list_(pa.float64())))
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+def test_weights_of_ids_scale_their_vectors(tmp_path, exported, form):
+    """The same rows, but with the weight of an id in its row's table entry."""
+    weights, plan = exported(WEIGHTED, SCORED.schema, CONFIG)
+    loaded = LoadedModel(pack(tmp_path / "model", weights, plan, CONFIG, SCORED.schema, form))
+    assert set(loaded.columns) == set(SCORED.column_names)
+    plain = LoadedModel(pack(tmp_path / "plain", weights, exported(SUMS, ROWS.schema, CONFIG)[1], CONFIG, ROWS.schema))
+    table = plain.model.state_dict()["embeddings.embedding_bags.tags.weight"]
+    first, second = plain.plan.apply(ROWS.slice(0, 1)).sparse[2].values.tolist()
+    assert first != second
+    table[first] *= 0.5
+    table[second] *= -3.0
+    np.testing.assert_allclose(loaded.score(SCORED), plain.score(ROWS), atol=1e-7 if form == "fp32" else 1e-2)
+    assert abs(loaded.score(SCORED)[0] - LoadedModel(tmp_path / "plain").score(ROWS)[0]) > 1e-4
+    uneven = SCORED.set_column(4, "tags_scores", pa.array([[0.5, -3.0], [], None], pa.list_(pa.float64())))
+    table[[first, second]] = 0.0
+    np.testing.assert_allclose(loaded.score(uneven), plain.score(ROWS), atol=1e-7 if form == "fp32" else 1e-2)
 
 
 def test_scores_by_hand(loaded):

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ BAGS = [
     SparseFeature("seen", "tags", 31, "mean"),
 ]
 """Sum and mean pooling, a small table whose rows repeat often, and a table that two features share."""
+WEIGHTED = [replace(bag, weighted=bag.table != "shop") for bag in BAGS]
 ROWS = (500, 500, 500, 333, 500, 12, 7, 1, 500, 61)
 """Rows of each batch. Some are short, as the last of an epoch may be, down to fewer rows than lanes."""
 MOST_IDS = 6
@@ -43,7 +45,7 @@ LANES = 12
 
 
 class Cases(BaseModel):
-    """What the ranks receive: a name for each TrainConfig, and the dropout of its model."""
+    """What the ranks receive: a name for each TrainConfig, the dropout of its model, and whether ids have weights."""
 
     world_size: int
     cases: dict[str, dict[str, Any]]
@@ -66,15 +68,19 @@ def training(world_size: int, **settings: Any) -> TrainConfig:
     return TrainConfig(**base | settings)
 
 
-def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+def batches(rank: int = 0, world_size: int = 1, weighted: bool = False) -> Iterator[Batch]:
     """Returns this rank's rows of each batch, cut and padded as `pipeline/preprocessing/batches.py` does."""
-    random = np.random.default_rng(7)
+    random, of_ids = np.random.default_rng(7), np.random.default_rng(8)
     for rows in ROWS:
         dense = random.normal(size=(rows, DENSE)).astype(np.float32)
         labels = (random.random(rows) < 0.4).astype(np.float32)
         weights = random.uniform(0.5, 2.0, rows).astype(np.float32)
         lengths = random.integers(0, MOST_IDS, (len(BAGS), rows))
         ids = [[random.integers(0, bag.rows, n) for n in row] for bag, row in zip(BAGS, lengths, strict=True)]
+        by_id = [
+            [of_ids.normal(size=len(one)) if bag.weighted else np.ones(len(one)) for one in row]
+            for bag, row in zip(WEIGHTED, ids, strict=True)
+        ]
         share = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
         padding = -(-rows // world_size) - (share.stop - share.start)
         mine = [np.pad(part[share], [(0, padding)] + [(0, 0)] * (part.ndim - 1)) for part in (dense, labels, weights)]
@@ -82,9 +88,8 @@ def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
             torch.from_numpy(mine[0]),
             KeyedJaggedTensor(
                 keys=[bag.name for bag in BAGS],
-                values=torch.from_numpy(
-                    np.concatenate([bag for row in ids for bag in [*row[share], np.empty(0, int)]])
-                ),
+                values=joined(ids, share),
+                weights=joined(by_id, share).float() if weighted else None,
                 lengths=torch.from_numpy(
                     np.pad(lengths[:, share], [(0, 0), (0, padding)]).reshape(-1).astype(np.int32)
                 ),
@@ -97,30 +102,39 @@ def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         )
 
 
-def make_trainer(config: TrainConfig, dropout: float) -> Trainer:
+def joined(lists: list[list[np.ndarray]], share: slice) -> torch.Tensor:
+    """Joins some rows' lists of all features."""
+    return torch.from_numpy(np.concatenate([one for row in lists for one in [*row[share], row[0][:0]]]))
+
+
+def make_trainer(config: TrainConfig, dropout: float, weighted: bool = False) -> Trainer:
     torch.manual_seed(SEED)
     model = MODEL.model_copy(update={"dropout": dropout})
     sharded, _ = shard_model(
-        DLRM(model, DENSE, BAGS, device="meta"), config, torch.device("cpu"), SEED, model.embedding_init
+        DLRM(model, DENSE, WEIGHTED if weighted else BAGS, device="meta"),
+        config,
+        torch.device("cpu"),
+        SEED,
+        model.embedding_init,
     )
     return Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, torch.device("cpu"))
 
 
-def mine() -> Iterator[Batch]:
-    return batches(dist.get_rank(), dist.get_world_size())
+def mine(weighted: bool = False) -> Iterator[Batch]:
+    return batches(dist.get_rank(), dist.get_world_size(), weighted)
 
 
 def trained(spec: Cases, name: str, folder: Path) -> dict[str, Any] | None:
     """Returns hashes of the weights and of a checkpoint, the losses and the validation, on rank 0."""
     settings = dict(spec.cases[name])
-    dropout = settings.pop("dropout", 0.0)
+    dropout, weighted = settings.pop("dropout", 0.0), settings.pop("weighted", False)
     config = training(spec.world_size, **settings)
-    trainer = make_trainer(config, dropout)
+    trainer = make_trainer(config, dropout, weighted)
     trainer.checkpoints.folder = folder / name
     if spec.start is not None:
         trainer.load(Path(spec.start) / name / "end")
     losses = []
-    trainer.batches = lambda position: itertools.islice(mine(), *spec.batches)
+    trainer.batches = lambda position: itertools.islice(mine(weighted), *spec.batches)
     for batch, coming in trainer.steps():
         trainer.train_step(batch, coming)
         trainer.progress = trainer.progress.after(batch)
@@ -130,7 +144,7 @@ def trained(spec: Cases, name: str, folder: Path) -> dict[str, Any] | None:
     trainer.checkpointer.wait()
     trainer.model.eval()
     with torch.no_grad():
-        sums = evaluate_sums(trainer.model, mine(), trainer.device, config)
+        sums = evaluate_sums(trainer.model, mine(weighted), trainer.device, config)
     if weights is None:
         return None
     state = checkpoint.read_whole(trainer.checkpoints.folder / "end", "model/", "dense/", "tables/")

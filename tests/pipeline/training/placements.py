@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,11 +36,13 @@ BAGS = [
     SparseFeature("seen", "tags", 31, "mean"),
 ]
 """Sum and mean pooling, a small table, and a table that two features share."""
+WEIGHTED = [replace(bag, weighted=bag.table != "shop") for bag in BAGS]
+"""All tables but one are looked up with weights."""
 ROWS, STEPS, DENSE = 24, 12, 3
 
 
 class Cases(BaseModel):
-    """What the ranks receive: a name for each TrainConfig."""
+    """What the ranks receive: a name for each TrainConfig, and whether it is `weighted`."""
 
     world_size: int
     device: Literal["cpu", "cuda"] = "cpu"
@@ -57,9 +60,9 @@ def training(world_size: int, device: str = "cpu", **settings: Any) -> TrainConf
     return TrainConfig(**base | settings)
 
 
-def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+def batches(rank: int = 0, world_size: int = 1, weighted: bool = False) -> Iterator[Batch]:
     """Returns this rank's rows of each step. Some bags are empty, and in one step all of one feature's."""
-    random = np.random.default_rng(7)
+    random, of_weights = np.random.default_rng(7), np.random.default_rng(8)
     share = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     for step in range(STEPS):
         dense = random.normal(size=(ROWS, DENSE)).astype(np.float32)
@@ -67,22 +70,31 @@ def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         lengths = random.integers(0, 4, (len(BAGS), ROWS))
         lengths[step % len(BAGS)] *= step != 3
         ids = [[random.integers(0, bag.rows, n) for n in row] for bag, row in zip(BAGS, lengths, strict=True)]
+        weights = [
+            [of_weights.normal(size=len(one)) if bag.weighted else np.ones(len(one)) for one in row]
+            for bag, row in zip(WEIGHTED, ids, strict=True)
+        ]
+        join = lambda rows: torch.from_numpy(np.concatenate([one for row in rows for one in row[share]]))  # noqa: E731
         sparse = KeyedJaggedTensor(
             keys=[bag.name for bag in BAGS],
-            values=torch.from_numpy(np.concatenate([bag for row in ids for bag in row[share]])),
+            values=join(ids),
+            weights=join(weights).float() if weighted else None,
             lengths=torch.from_numpy(lengths[:, share].reshape(-1).astype(np.int32)),
         )
         mine = torch.from_numpy(labels[share])
         yield Batch(torch.from_numpy(dense[share]), sparse, mine, torch.ones_like(mine), Position(), ROWS)
 
 
-def trained(config: TrainConfig, device: torch.device) -> tuple[list[float], dict[str, torch.Tensor] | None]:
+def trained(
+    config: TrainConfig, device: torch.device, weighted: bool = False
+) -> tuple[list[float], dict[str, torch.Tensor] | None]:
     """Returns the loss of each step and, on rank 0, the whole weights."""
     torch.manual_seed(SEED)
-    sharded, _ = model.shard_model(DLRM(MODEL, DENSE, BAGS, device="meta"), config, device, SEED, MODEL.embedding_init)
+    whole = DLRM(MODEL, DENSE, WEIGHTED if weighted else BAGS, device="meta")
+    sharded, _ = model.shard_model(whole, config, device, SEED, MODEL.embedding_init)
     trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
     losses = []
-    for batch in batches(dist.get_rank(), dist.get_world_size()):
+    for batch in batches(dist.get_rank(), dist.get_world_size(), weighted):
         trainer.train_step(batch.to(device))
         losses.append(trainer.take_window().loss / ROWS)
     return losses, checkpoint.full_state(sharded.state_dict())
@@ -94,7 +106,8 @@ def main(path: str) -> None:
     device = start_group(training(spec.world_size, spec.device), rank)
     losses = {}
     for name, settings in spec.cases.items():
-        losses[name], weights = trained(training(spec.world_size, spec.device, **settings), device)
+        weighted = settings.pop("weighted", False)
+        losses[name], weights = trained(training(spec.world_size, spec.device, **settings), device, weighted)
         if weights is not None:
             save_file(weights, folder / f"{name}.safetensors")
     if rank == 0:

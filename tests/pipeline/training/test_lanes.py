@@ -45,6 +45,10 @@ SAME: dict[str, dict[str, dict[str, Any]]] = {
             "sharding": "column_wise",
         },
     },
+    "weighted": {
+        "weighted": ADAGRAD | {"weighted": True},
+        "weighted_columns": ADAGRAD | {"weighted": True, "sharding": "column_wise"},
+    },
     "bf16": {"bf16": {"dense_precision": "bf16"}},
     "dropout": {"dropout": {"dropout": 0.3}},
     "skip": {"skip": {"on_nonfinite": "skip", "table_gradient_limit": 1e-3, "dense_optimizer": "adagrad"}},

@@ -25,6 +25,8 @@ TABLES = [(40, 84), (3, 12), (1, 4)]
 """Rows and widths. Columns of the first are summed by four registers, by one, and singly."""
 OWNERS = [0, 0, 1, 2]
 """Two features share the first table."""
+POOLINGS = [(False, False), (True, False), (False, True)]
+"""Sums, means, and sums with a weight for each id."""
 WIDTH = sum(TABLES[owner][1] for owner in OWNERS)
 BAGS, STEPS, RATE, EPS = 24, 5, 0.1, 1e-8
 
@@ -59,18 +61,26 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     return made
 
 
-def train(bags: Any) -> list[torch.Tensor]:
+def id_weights(step: int, ids: torch.Tensor) -> torch.Tensor:
+    """Weights of a step's ids, some of them 0 or negative."""
+    random = np.random.default_rng([4, step])
+    return torch.from_numpy(np.round(random.normal(size=len(ids)), 1).astype(np.float32))
+
+
+def train(bags: Any, weighted: bool = False) -> list[torch.Tensor]:
     """Returns the pooled vectors of every step."""
     pooled = []
     for step, (ids, offsets, gradient) in enumerate(batches()):
         set_update_number(bags, step + 1)
-        out = bags(ids, offsets)
+        out = bags(ids, offsets, id_weights(step, ids)) if weighted else bags(ids, offsets)
         pooled.append(out.detach().clone())
         out.backward(gradient)
     return pooled
 
 
-def reference(optimizer: str, mean: bool, decay: float, limit: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def reference(
+    optimizer: str, mean: bool, decay: float, limit: float, weighted: bool = False
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns the pooled vectors of every step and the final tables, in float64, computed row by row."""
     tables = [table.double().numpy().copy() for table in make(NumbaBags, "sgd", False).split_embedding_weights()]
     first = [np.zeros_like(table) for table in tables]
@@ -80,15 +90,16 @@ def reference(optimizer: str, mean: bool, decay: float, limit: float) -> tuple[l
     for step, (ids, offsets, gradient) in enumerate(batches(), 1):
         out = np.zeros(gradient.shape)
         rows: dict[tuple[int, int], np.ndarray] = {}
+        weights = id_weights(step - 1, ids).double().tolist() if weighted else [1.0] * len(ids)
         for f, table in enumerate(OWNERS):
             for b in range(BAGS):
-                bag = ids[offsets[f * BAGS + b] : offsets[f * BAGS + b + 1]].tolist()
-                for row in bag:
-                    share = 1.0 / len(bag) if mean else 1.0
+                bag = slice(offsets[f * BAGS + b], offsets[f * BAGS + b + 1])
+                for row, weight in zip(ids[bag].tolist(), weights[bag], strict=True):
+                    share = 1.0 / len(ids[bag]) if mean else 1.0
                     span = slice(columns[f], columns[f + 1])
-                    out[b, span] += share * tables[table][row]
+                    out[b, span] += weight * share * tables[table][row]
                     part = np.clip(share * gradient[b, span].double().numpy(), -limit, limit)
-                    rows[table, row] = rows.get((table, row), 0.0) + part
+                    rows[table, row] = rows.get((table, row), 0.0) + weight * part
         for (table, row), total in rows.items():
             w, m, v = tables[table][row], first[table][row], second[table][row]
             g = total + decay * w
@@ -108,12 +119,12 @@ def reference(optimizer: str, mean: bool, decay: float, limit: float) -> tuple[l
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(("mean", "weighted"), POOLINGS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_steps_equal_the_reference(optimizer, mean, threads):
+def test_steps_equal_the_reference(optimizer, mean, weighted, threads):
     bags = make(NumbaBags, optimizer, mean, threads)
-    seen, tables = reference(optimizer, mean, 0.0, np.inf)
-    for found, expected in zip(train(bags), seen, strict=True):
+    seen, tables = reference(optimizer, mean, 0.0, np.inf, weighted)
+    for found, expected in zip(train(bags, weighted), seen, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-4)
     for found, expected in zip(bags.split_embedding_weights(), tables, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -128,11 +139,11 @@ def test_weight_decay_and_the_limit_of_gradients(optimizer):
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(("mean", "weighted"), POOLINGS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_fbgemm_gives_the_same_weights_and_state(optimizer, mean):
+def test_fbgemm_gives_the_same_weights_and_state(optimizer, mean, weighted):
     ours, theirs = make(NumbaBags, optimizer, mean), make(SplitTableBatchedEmbeddingBagsCodegen, optimizer, mean)
-    for found, expected in zip(train(ours), train(theirs), strict=True):
+    for found, expected in zip(train(ours, weighted), train(theirs, weighted), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for found, expected in zip(ours.split_embedding_weights(), theirs.split_embedding_weights(), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -142,18 +153,21 @@ def test_fbgemm_gives_the_same_weights_and_state(optimizer, mean):
             torch.testing.assert_close(found[name], expected[name], atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mean", [False, True])
-def test_a_column_has_the_same_bits_in_a_table_of_any_width(mean):
+@pytest.mark.parametrize(("mean", "weighted"), POOLINGS)
+def test_a_column_has_the_same_bits_in_a_table_of_any_width(mean, weighted):
     """Column-wise sharding cuts tables. Some processors (AVX-512) took the sums of narrow ones in another order."""
     random = np.random.default_rng(6)
     weights = (random.random((50, 80)) - 0.5).astype(np.float32)
     offsets = np.concatenate([[0], np.cumsum(random.integers(0, 12, 200))])
-    ids = random.integers(0, 50, offsets[-1])
+    ids, of_ids = random.integers(0, 50, offsets[-1]), random.random(offsets[-1], np.float32)
 
     def pooled(part: np.ndarray) -> np.ndarray:
         out = np.empty((200, part.shape[1]), np.float32)
         features = np.array([[0, 50, part.shape[1], 0]])
-        kernels.pool(part.reshape(-1), features, mean, ids, offsets, out, 0, 200)
+        if weighted:
+            kernels.pool_weighted(part.reshape(-1), features, ids, offsets, of_ids, out, 0, 200)
+        else:
+            kernels.pool(part.reshape(-1), features, mean, ids, offsets, out, 0, 200)
         return out
 
     whole = pooled(weights)
@@ -162,23 +176,24 @@ def test_a_column_has_the_same_bits_in_a_table_of_any_width(mean):
         assert np.concatenate(parts, axis=1).tobytes() == whole.tobytes(), width
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_bits_do_not_depend_on_threads(optimizer):
-    runs = [make(NumbaBags, optimizer, True, threads) for threads in (1, 1, 2, 5)]
-    pooled = [train(bags) for bags in runs]
+def test_bits_do_not_depend_on_threads(optimizer, weighted):
+    runs = [make(NumbaBags, optimizer, not weighted, threads) for threads in (1, 1, 2, 5)]
+    pooled = [train(bags, weighted) for bags in runs]
     for bags, seen in zip(runs, pooled, strict=True):
         assert all(a.equal(b) for a, b in zip(seen, pooled[0], strict=True))
         assert bags.weights_host.equal(runs[0].weights_host)
 
 
-@pytest.mark.parametrize("mean", [False, True])
-def test_more_rows_than_fit_at_once(mean, monkeypatch):
+@pytest.mark.parametrize(("mean", "weighted"), POOLINGS)
+def test_more_rows_than_fit_at_once(mean, weighted, monkeypatch):
     """They are updated in several rounds with the same bits and do not affect the next step."""
     roomy = make(NumbaBags, "rowwise_adagrad", mean)
     monkeypatch.setattr("pipeline.training.tables.bags.SUMS_BYTES", 7 * 84 * 4)
     narrow = make(NumbaBags, "rowwise_adagrad", mean)
     assert len(narrow.rows_seen[0]) == 7
-    assert all(a.equal(b) for a, b in zip(train(roomy), train(narrow), strict=True))
+    assert all(a.equal(b) for a, b in zip(train(roomy, weighted), train(narrow, weighted), strict=True))
     assert narrow.weights_host.equal(roomy.weights_host)
     assert (narrow.slots == -1).all()
 
@@ -239,8 +254,8 @@ def test_unsupported_uses_are_refused():
     with pytest.raises(NotImplementedError, match="fp16"):
         make(NumbaBags, "sgd", False, weights_precision=SparseType.FP16)
     ids, offsets, _ = batches()[0]
-    with pytest.raises(NotImplementedError, match="sample weights"):
-        make(NumbaBags, "sgd", False)(ids, offsets, torch.ones(len(ids)))
+    with pytest.raises(NotImplementedError, match="weights with means"):
+        make(NumbaBags, "sgd", True)(ids, offsets, torch.ones(len(ids)))
 
 
 def test_another_torchrec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

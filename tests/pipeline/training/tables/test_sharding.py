@@ -1,5 +1,6 @@
 """All sharding plans train like one process without TorchRec's sharding, and repeat bit for bit."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from models.dlrm import DLRM
 from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.training.optim import INIT_BLOCK_ROWS, _block
 from pipeline.training.tables.model import shard_model
-from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, Cases, batches, trained, training
+from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, WEIGHTED, Cases, batches, trained, training
 
 ROOT = Path(__file__).resolve().parents[4]
 LOSS_TOLERANCE, TOLERANCE = 1e-5, 1e-4
@@ -58,6 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
         "sharding": rules(user="row_wise", shop="table_column_wise", goods="row_wise", tags="column_wise"),
         "table_optimizer": "adagrad",
     },
+    "weighted_table_wise": {"sharding": "table_wise", "weighted": True},
+    "weighted_row_wise": {"sharding": "row_wise", "weighted": True},
+    "weighted_copies": {
+        "sharding": rules(user="data_parallel", shop="row_wise", goods="table_wise", tags="data_parallel"),
+        "weighted": True,
+    },
+    "weighted_columns": {"sharding": "column_wise", "table_optimizer": "adagrad", "weighted": True},
 }
 ROUGHER = {
     f"{kind}_fp16": {"sharding": kind, "vector_communication": "fp16", "gradient_communication": "fp16"}
@@ -103,7 +111,10 @@ def by_ranks(
 @pytest.fixture(scope="module")
 def one(device: torch.device) -> Result:
     """All cases on one rank, in this process."""
-    found = {name: trained(training(1, **settings), device) for name, settings in CASES.items()}
+    found = {}
+    for name, settings in CASES.items():
+        usual = {key: value for key, value in settings.items() if key != "weighted"}
+        found[name] = trained(training(1, **usual), device, usual != settings)
     return {name: losses for name, (losses, _) in found.items()}, {
         name: weights for name, (_, weights) in found.items()
     }
@@ -125,10 +136,10 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return by_ranks(min(torch.cuda.device_count(), 2), tmp_path_factory.mktemp("cuda"), "cuda")
 
 
-def reference(optimizer: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(optimizer: str, weighted: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same training in plain PyTorch: dense gradients of whole tables, and Adagrad written out."""
     torch.manual_seed(SEED)
-    model = DLRM(MODEL, DENSE, BAGS)
+    model = DLRM(MODEL, DENSE, WEIGHTED if weighted else BAGS)
     torch.manual_seed(SEED)
     meta = DLRM(MODEL, DENSE, BAGS, device="meta")
     tables = {name: value for name, value in model.named_parameters() if name.startswith("embeddings.")}
@@ -146,7 +157,7 @@ def reference(optimizer: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         for name, value in tables.items()
     }
     losses = []
-    for batch in batches():
+    for batch in batches(weighted=weighted):
         model.zero_grad()
         loss = F.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
         loss.backward()
@@ -161,12 +172,14 @@ def reference(optimizer: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def unsharded() -> dict[str, tuple[list[float], dict[str, torch.Tensor]]]:
-    return {optimizer: reference(optimizer) for optimizer in ("rowwise_adagrad", "adagrad")}
+def unsharded() -> dict[tuple[str, bool], tuple[list[float], dict[str, torch.Tensor]]]:
+    kinds = itertools.product(("rowwise_adagrad", "adagrad"), (False, True))
+    return {kind: reference(*kind) for kind in kinds}
 
 
 def check(found: Result, case: str, unsharded: dict[str, Any]) -> None:
-    losses, weights = unsharded[(CASES | ON_CUDA)[case].get("table_optimizer", "rowwise_adagrad")]
+    settings = (CASES | ON_CUDA)[case]
+    losses, weights = unsharded[settings.get("table_optimizer", "rowwise_adagrad"), settings.get("weighted", False)]
     assert found[0][case] == pytest.approx(losses, abs=LOSS_TOLERANCE)
     assert found[1][case].keys() == weights.keys()
     for name, value in weights.items():
