@@ -115,7 +115,7 @@ lock:  ## resolve the dependencies again (needs uv)
 	@uv pip compile pyproject.toml --extra cuda --extra dev --universal --python-version 3.11 --no-annotate \
 		--custom-compile-command "make lock" -q -o requirements/cuda.lock
 	@# An extra's lock holds the packages that it adds, resolved together with the main lock.
-	@for extra in ray postgres objects; do \
+	@for extra in ray postgres avro objects; do \
 		uv pip compile pyproject.toml --extra cpu --extra dev --extra $$extra --universal --python-version 3.11 --no-annotate --no-header \
 			--override requirements/overrides-cpu.txt $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--extra-index-url $(TORCH_INDEX)) \
 			--constraint requirements/cpu.lock -q > requirements/.all; \

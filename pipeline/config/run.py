@@ -265,10 +265,13 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             del values["training"]["lanes"]
         else:
             values["training"] = {key: value for key, value in values["training"].items() if key not in PLACEMENT_KEYS}
-        features = {key: value for key, value in values["features"].items() if key != "allow_deprecated"}
+        hidden = ("allow_deprecated", "map_keys")  # names of keys are keys by now
+        features = {key: value for key, value in values["features"].items() if key not in hidden}
         features["joined"] = [source for source in features["joined"] if not source["stored"]]
         for group in (*features["dense"], *features["sparse"]):
             del group["on_missing"]  # decides whether a training starts, not what it learns
+            if group.get("weights", "") is None:
+                del group["weights"]
         return values | {"features": features, "weights": self.registration.weights}
 
     def shareable(self) -> dict[str, Any]:

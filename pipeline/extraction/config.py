@@ -16,7 +16,7 @@ WEIGHT = "sample_weight"
 
 TABLE_KEYS = ("table", "branch", "day_zone")
 """Keys of a source that is read as it is."""
-Format = Literal["auto", "parquet", "csv", "json", "criteo"]
+Format = Literal["auto", "parquet", "csv", "json", "avro", "criteo"]
 Verdict = Literal["fail", "quarantine", "warn", "off"]
 """fail: the ingest stops. quarantine: the day is held back in its own table. warn: a line in the log."""
 Rule = Literal[
@@ -149,8 +149,8 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     branch: str | None = None
     """Branch or tag of `table`. None: its main branch."""
     format: Format = "auto"
-    """auto: CSV or JSON lines by the file name, else Parquet. json: one object a line. criteo: tab-separated, no
-    header. Text may be compressed with gzip."""
+    """auto: CSV, JSON lines or Avro by the file name, else Parquet. json: one object a line. criteo: tab-separated,
+    no header. Text may be compressed with gzip."""
     day_column: str | None = None
     """Column that gives the day (date, timestamp or ISO text)."""
     date_format: Names | None = None

@@ -45,7 +45,7 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     lookups = {one: context.find(one.path, "source.lookups path") for one in context.source.lookups}
     refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
     shared = fingerprint([source, schema.label, schema.weight, _as_json(map(stamp, refreshed)), list(order_by)])
-    stamps = {address_of(path): stamp(path) for path in [*rows.files, *rows.outcomes]}
+    stamps = {address_of(rows.read[path]): stamp(path) for path in [*rows.files, *rows.outcomes]}
     texts = {address: _as_json([one]) for address, one in stamps.items()}
     windows = None if rows.join is None else rows.join.windows_by_day(rows.view)
     which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from pipeline.data.files import SourceFile
 from pipeline.errors import ConfigError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
+from pipeline.extraction.formats.text import FILE, ISO_DAY
 from pipeline.extraction.sources import ROW, check_keys, create_view
-from pipeline.extraction.text import FILE, ISO_DAY
 from storage.query import column_types, quote
 from storage.reader import DAY
 

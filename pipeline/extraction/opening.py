@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,16 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.files import SourceFile, find_files, folder_values
+from pipeline.data.files import SourceFile, address_of, find_files, folder_values
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
 from pipeline.extraction.config import LabelColumns, SourceConfig
+from pipeline.extraction.formats.avro import AVRO, copy_as_parquet
+from pipeline.extraction.formats.text import ISO_DATE
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
 from pipeline.extraction.samples import GOOD, add_types
 from pipeline.extraction.sources import as_pattern, create_view, find_invalid_utf8, first_line, join_side_tables
-from pipeline.extraction.text import ISO_DATE
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list
 from storage.objects import ObjectFile, store_failure
@@ -86,6 +87,8 @@ class RawSource:
     """Files of the outcome log."""
     lookups: list[SourceFile]
     """Files of the side tables."""
+    read: Mapping[SourceFile, SourceFile]
+    """File -> the file that its rows are read from: itself, or a copy in Parquet."""
     numbered: bool
     """Whether the rows have the column ROW."""
 
@@ -103,6 +106,8 @@ class OpenSource:
     """Files of the outcome log."""
     lookups: list[SourceFile]
     """Files of the side tables."""
+    read: Mapping[SourceFile, SourceFile]
+    """File -> the file that its rows are read from."""
     join: Join | None
     unmatched: list[tuple[str, str]]
     """(side table, column that is null if the side table lacks the row's key)."""
@@ -136,12 +141,13 @@ def open_source_rows(
         unmatched = [(lookup.path, f"__matched_{i}") for i, lookup in enumerate(source.lookups)]
         join, columns = None, [column for _, column in unmatched]
         if source.outcomes is not None:
-            join = Join(connection, view, source.outcomes, raw.outcomes, label, source.date_format or ())
+            logged = [raw.read[file] for file in raw.outcomes]
+            join = Join(connection, view, source.outcomes, logged, label, source.date_format or ())
             join.mark_repeated()
             view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
         floats = _stored_floats(context.warehouse, context.table)
         samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, floats)
-        yield OpenSource(connection, samples, raw.files, raw.outcomes, raw.lookups, join, unmatched)
+        yield OpenSource(connection, samples, raw.files, raw.outcomes, raw.lookups, raw.read, join, unmatched)
 
 
 @contextmanager
@@ -157,13 +163,40 @@ def open_raw_rows(
     files, outcomes = _find_files(context, report)
     lookups = [(lookup, context.find(lookup.path, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
-    with _connection([*files, *outcomes, *sides], context) as connection:
+    with (
+        _readable([*files, *outcomes, *sides], {*files} if source.format == "avro" else set(), context, report) as read,
+        _connection(list(read.values()), context) as connection,
+    ):
+        copied = [read[file] for file in files]
         numbered = bool(lookups or source.outcomes or numbered)
         times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
         formats = source.date_format or ()
-        create_view(connection, "source", files, source.format, "source.path", numbered, times, formats, source.rename)
-        view = join_side_tables(connection, "source", lookups, source.rename) if lookups else "source"
-        yield RawSource(connection, view, files, outcomes, sides, numbered)
+        form = "parquet" if copied != files else source.format
+        create_view(connection, "source", copied, form, "source.path", numbered, times, formats, source.rename)
+        tables = [(lookup, [read[file] for file in paths]) for lookup, paths in lookups]
+        view = join_side_tables(connection, "source", tables, source.rename) if lookups else "source"
+        yield RawSource(connection, view, files, outcomes, sides, read, numbered)
+
+
+@contextmanager
+def _readable(
+    files: Sequence[SourceFile], avro: Set[SourceFile], context: SourceContext, report: Report
+) -> Iterator[dict[SourceFile, SourceFile]]:
+    """Yields file -> the file to read: of an Avro file a copy in Parquet, which is deleted at the end.
+
+    Args:
+        avro: Avro files, whatever their names.
+    """
+    found = {file for file in files if file in avro or AVRO.search(file.name)}
+    copies: dict[SourceFile, SourceFile] = {file: file for file in files}
+    if not found:
+        yield copies
+        return
+    with ScratchFolder("avro-", context.warehouse.home / "tmp") as folder:
+        for done, file in enumerate(sorted(found, key=address_of)):
+            report("avro", done, len(found))
+            copies[file] = copy_as_parquet(file, Path(folder), context.warehouse.config.catalog)
+        yield copies
 
 
 def _stored_floats(warehouse: Warehouse, table: str) -> set[str]:

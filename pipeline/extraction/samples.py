@@ -11,9 +11,9 @@ import duckdb
 from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT, NAME
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import LabelColumns, SourceConfig
+from pipeline.extraction.formats.text import FILE, ISO_DAY
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import ROW
-from pipeline.extraction.text import FILE, ISO_DAY
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
 from storage.keys import is_key
 from storage.query import column_types, quote

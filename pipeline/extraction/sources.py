@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from pipeline.data.files import CSV, JSON, SourceFile, address_of, folder_values
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import Format, SideTable
-from pipeline.extraction.text import FILE, convert_iso, parse_times, read_csv, read_json
+from pipeline.extraction.formats.text import FILE, convert_iso, parse_times, read_csv, read_json
 from storage.objects import open_file, store_failure
 from storage.query import column_types, quote
 

@@ -86,6 +86,45 @@ def keys(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
     }  # fmt: skip
 
 
+@pytest.mark.slow
+def test_the_demo_by_maps_trains_the_same_model_before_and_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
+) -> None:
+    """Its log is a table of maps, and its features have their names by `map_keys`."""
+    demo = "configs/demo.yaml"
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    ingest(demo, {"source.generator": {"start_day": "2025-01-06", "days": 7, "rows_per_day": 600}})
+    own = Workspace(load(demo)).warehouse
+    snapshot = own.current("demo")
+    reader = own.reader(snapshot, own.schema(snapshot).names)
+    for fragment in reader.fragments():
+        rows = reader.read(fragment)
+        pq.write_table(as_maps(rows), tmp_path / f"{fragment.day}.parquet")
+    numbers = [name for name in rows.column_names if name.startswith("num_")]
+    lists = [name for name in rows.column_names if name.startswith(("cat_", "list_"))]
+    features = load(demo).features
+    wanted = [[f"dense[{name}]" for name in group.columns] for group in features.dense]
+    overrides = {
+        "name": "maps", "source": {"path": f"{tmp_path}/*.parquet", "day_column": DAY},
+        "features.map_keys": {
+            "dense": {name: key for key, name in enumerate(numbers)}, "ids": {name: key for key, name in enumerate(lists)},
+        },
+        "features.dense.0.columns": wanted[0], "features.dense.1.columns": wanted[1],
+        "features.sparse.0.columns": ["ids[cat_*]"], "features.sparse.1.columns": ["ids[list_*]"],
+        "evaluation": {"baselines": []}, "sweep": {}, "release": {},
+        "training.world_size": 1, "preprocessing.executor": "inline",
+    }  # fmt: skip
+    before = end_to_end(demo, overrides)
+    assert (before["status"], before["train"]["rows"]) == ("ok", 3_000)
+    assert layout(demo, overrides, action="flatten")["status"] == "ok"
+    after = train(demo, overrides, force=True)
+    assert after["train"]["weights_sha256"] == before["train"]["weights_sha256"]
+    assert after["eval"]["ne"] == before["eval"]["ne"]
+    names = own.schema(own.current("maps")).names
+    assert {"dense_0", "ids_0", f"ids_{len(lists) - 1}"} < set(names)
+    assert {"dense", "ids"}.isdisjoint(names)
+
+
 def test_a_flattened_table_trains_the_same_model(keys: dict[str, Any], plain: Any) -> None:
     before = end_to_end(CONFIG, keys)
     assert (before["status"], before["train"]["rows"]) == ("ok", 4_000)

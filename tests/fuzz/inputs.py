@@ -1,6 +1,7 @@
 """All inputs by name."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from tests.fuzz import access, checkpoints, configs, folders, launch, messages, records, scoring, service, tables
 from tests.fuzz.harness import Input
@@ -11,6 +12,7 @@ INPUTS: Mapping[str, Input] = {
     "machine": configs.machine,
     "csv": tables.csv,
     "json lines": tables.json_lines,
+    **({"avro": tables.avro} if find_spec("fastavro") else {}),
     "parquet": tables.parquet,
     "side table": tables.side_table,
     "ingest": tables.ingest,

@@ -1,6 +1,7 @@
 """Damaged tables: the files of a source, its side tables, and data files of the warehouse."""
 
 import datetime
+import io
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -99,6 +100,33 @@ def json_lines(folder: Path) -> Iterator[Case]:
             text = "\n".join(json.dumps(one) for one in (values if isinstance(values, list) else [values]))
             (folder / "rows.jsonl").write_text(text, encoding="utf-8", errors="surrogatepass")
         _read_source(folder, {"path": "rows.jsonl", "day_column": "day"}, folder / "home")
+
+    yield case
+
+
+@contextmanager
+def avro(folder: Path) -> Iterator[Case]:
+    """Avro files of a source."""
+    import fastavro
+
+    fields: dict[str, Any] = {"day": "string", "label": "int", "age": "int", "user": "long", "country": "string"}
+    fields["price"] = ["null", "int", "double"]
+    fields["items"] = {"type": "array", "items": ["null", "long"]}
+    schema = {
+        "type": "record",
+        "name": "Row",
+        "fields": [{"name": name, "type": kind} for name, kind in fields.items()],
+    }
+    row = {"day": "2024-01-01", "label": 1, "age": 3, "user": 7, "country": "DE", "price": 0.5, "items": [1, None]}
+    examples = []
+    for codec in ("null", "deflate"):
+        made = io.BytesIO()
+        fastavro.writer(made, schema, [row] * 20, codec=codec, sync_interval=100)
+        examples.append(made.getvalue())
+
+    def case(random: Random) -> None:
+        (folder / "rows.avro").write_bytes(mutate_bytes(random, random.choice(examples)))
+        _read_source(folder, {"path": "rows.avro", "day_column": "day"}, folder / "home")
 
     yield case
 

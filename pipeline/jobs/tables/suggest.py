@@ -19,10 +19,10 @@ from pipeline.config.run import EXECUTION_KEYS
 from pipeline.data.columns import NAME
 from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
+from pipeline.extraction.formats.text import FILE
 from pipeline.extraction.opening import SourceContext, duckdb_limits, open_raw_rows, open_source_rows
 from pipeline.extraction.samples import guess_unit, plain_name
 from pipeline.extraction.sources import ROW, key_family
-from pipeline.extraction.text import FILE
 from pipeline.jobs.console import Console, step
 from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import TableFacts, find_row_key, observe

@@ -1,0 +1,131 @@
+"""Copies Avro files to Parquet, which DuckDB reads. Its own reader of Avro is an extension from its maker's server."""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.files import SourceFile, address_of
+from pipeline.errors import ConfigError, DataError
+from storage.objects import open_file
+
+AVRO = re.compile(r"\.avro$", re.IGNORECASE)
+"""Matches names of Avro files. Their blocks are compressed, not the files."""
+ROWS_AT_ONCE = 10_000
+PRIMITIVE = {
+    "null": pa.null(), "boolean": pa.bool_(), "int": pa.int32(), "long": pa.int64(), "float": pa.float32(),
+    "double": pa.float64(), "bytes": pa.binary(), "string": pa.string(), "enum": pa.string(),
+}  # fmt: skip
+LOGICAL = {
+    "date": pa.date32(), "time-millis": pa.time32("ms"), "time-micros": pa.time64("us"),
+    "timestamp-millis": pa.timestamp("ms", "UTC"), "timestamp-micros": pa.timestamp("us", "UTC"),
+    "local-timestamp-millis": pa.timestamp("ms"), "local-timestamp-micros": pa.timestamp("us"),
+}  # fmt: skip
+"""Logical types whose values fastavro returns as Arrow takes them."""
+WIDER = ("int", "long", "float", "double")
+"""Each holds the values of those before it, as Avro's schema resolution has it."""
+
+
+def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str]) -> Path:
+    """Copies an Avro file to Parquet, some rows at a time, and returns the copy.
+
+    The copy's path ends with the whole path of the file, so names of files and folders stay as they are.
+
+    Raises:
+        ConfigError: If fastavro is not installed.
+        DataError: If the file cannot be read, or a value has several types.
+    """
+    if find_spec("fastavro") is None:
+        raise ConfigError(
+            f"Avro file '{file.name}'",
+            "the package fastavro",
+            "none",
+            "Run: make setup EXTRAS=avro, or install fastavro.",
+        )
+    from fastavro import reader
+
+    copy = folder / re.sub(r"^\w+:/+|^/+", "", address_of(file))
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with open_file(address_of(file), properties) as opened, _explained(file):
+        rows = reader(opened)
+        if not isinstance(rows.writer_schema, dict) or rows.writer_schema["type"] != "record":
+            raise DataError(f"Avro file '{file.name}'", "records", "values of another type", "Name another file.")
+        schema = pa.schema(_fields(rows.writer_schema, {}))
+        with pq.ParquetWriter(copy, schema, compression="lz4") as out:
+            while taken := list(itertools.islice(rows, ROWS_AT_ONCE)):
+                out.write_table(pa.Table.from_pylist(_as_text(taken, schema), schema))
+    return copy
+
+
+@contextlib.contextmanager
+def _explained(file: SourceFile) -> Iterator[None]:
+    """Turns whatever a damaged file makes fastavro raise into one sentence."""
+    try:
+        yield
+    except (ConfigError, DataError, OSError):
+        raise
+    except Exception as error:
+        reason = f"{error}".splitlines()[0].rstrip(".") if f"{error}" else type(error).__name__
+        raise DataError(
+            f"Avro file '{file.name}'", "readable rows", reason, "Write the file again, or set source.format."
+        ) from error
+
+
+def _fields(schema: Mapping[str, Any], named: dict[str, pa.DataType]) -> list[pa.Field]:
+    """Returns the fields of a record.
+
+    Args:
+        named: Types that have a name and were met before.
+    """
+    return [pa.field(one["name"], _type(one["type"], one["name"], named)) for one in schema["fields"]]
+
+
+def _type(schema: Any, name: str, named: dict[str, pa.DataType]) -> pa.DataType:
+    """Returns the Arrow type of a value."""
+    if isinstance(schema, list):
+        return _union(schema, name, named)
+    if not isinstance(schema, dict):
+        return PRIMITIVE[schema] if schema in PRIMITIVE else named[schema]
+    kind, logical = schema["type"], schema.get("logicalType")
+    if logical == "decimal":
+        return pa.decimal128(schema["precision"], schema.get("scale", 0))
+    if logical in LOGICAL:
+        return LOGICAL[logical]
+    if kind == "array":
+        return pa.list_(_type(schema["items"], name, named))
+    if kind == "map":
+        return pa.map_(pa.string(), _type(schema["values"], name, named))
+    if kind in ("record", "enum", "fixed"):
+        found = pa.string() if kind == "enum" else pa.binary()
+        if kind == "record":
+            found = pa.struct(_fields(schema, named))
+        named[schema["name"]] = found
+        return found
+    return _type(kind, name, named)
+
+
+def _union(schema: Sequence[Any], name: str, named: dict[str, pa.DataType]) -> pa.DataType:
+    """Returns the type of a union: of one type and null, or of numbers."""
+    kinds = [kind for kind in schema if kind != "null"]
+    if len(kinds) > 1 and all(kind in WIDER for kind in kinds):
+        return PRIMITIVE[max(kinds, key=WIDER.index)]
+    if len(kinds) > 1:
+        shown = ", ".join(kind if isinstance(kind, str) else kind["type"] for kind in kinds)
+        raise DataError(f"column '{name}' of Avro files", "one type", shown, "Write it with one type, or as a string.")
+    return _type(kinds[0], name, named) if kinds else pa.null()
+
+
+def _as_text(rows: list[dict[str, Any]], schema: pa.Schema) -> list[dict[str, Any]]:
+    """Turns UUIDs in columns of text into text. fastavro makes objects of them."""
+    texts = [field.name for field in schema if pa.types.is_string(field.type)]
+    for name in texts:
+        if any(not isinstance(row[name], str | None) for row in rows):
+            for row in rows:
+                row[name] = None if row[name] is None else str(row[name])
+    return rows
