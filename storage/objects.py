@@ -3,8 +3,7 @@
 import itertools
 import os
 import re
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -145,16 +144,17 @@ class ObjectFolder:
     Args:
         address: Such as s3://bucket/trainings.
         properties: As in `find_objects`.
+        copied: Called after each COPY_BYTES of a file that is copied.
     Raises:
         StorageError: Methods raise it if the store is not there, or refuses.
     """
 
-    def __init__(self, address: str, properties: Mapping[str, str]) -> None:
-        self.address, self.properties = address.rstrip("/"), dict(properties)
+    def __init__(self, address: str, properties: Mapping[str, str], copied: Callable[[], None] = lambda: None) -> None:
+        self.address, self.properties, self.copied = address.rstrip("/"), dict(properties), copied
 
     def child(self, name: str) -> "ObjectFolder":
         """Returns a folder below this one."""
-        return ObjectFolder(f"{self.address}/{name}", self.properties)
+        return ObjectFolder(f"{self.address}/{name}", self.properties, self.copied)
 
     def names(self) -> list[str]:
         """Lists all files below, each with its path from here."""
@@ -205,7 +205,9 @@ class ObjectFolder:
             here, there = (pa_fs.LocalFileSystem(), str(path)), (store, f"{root}/{name}")
             (source, start), (target, end) = (there, here) if down else (here, there)
             with source.open_input_stream(start) as file, target.open_output_stream(end) as out:
-                shutil.copyfileobj(file, out, COPY_BYTES)
+                while content := file.read(COPY_BYTES):
+                    out.write(content)
+                    self.copied()
 
     @contextmanager
     def _asking(self) -> "Iterator[tuple[pa_fs.FileSystem, str]]":

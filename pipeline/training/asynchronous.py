@@ -8,6 +8,7 @@ to validate and to save. Between these points, no rank waits for another.
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +187,9 @@ class AsyncTrainer(Trainer):
         super().finish()
         self.adopt()
 
-    def export_weights(self) -> dict[str, torch.Tensor] | None:
+    def export(self, path: Path | None, written: Callable[[], None] = lambda: None) -> str | None:
         """See `Trainer`. Every rank has all weights."""
-        return super().export_weights() if dist.get_rank() == 0 else None
+        return super().export(path, written) if dist.get_rank() == 0 else None
 
     @torch.no_grad()
     def adopt(self, optimizer: bool = False) -> None:

@@ -36,6 +36,7 @@ from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.averaging import WeightAverage
 from pipeline.training.state.checkpoint import BEST, LOWER, CheckpointError, Identity, local_parts
 from pipeline.training.state.checkpoints import Checkpoints, StoredCheckpoints
+from pipeline.training.state.export import export_weights
 from pipeline.training.state.progress import LossSums, TrainingProgress, load_progress
 from pipeline.training.tables.cached import drop_cache
 from pipeline.training.tables.prefetch import InputDistPrefetcher, with_next
@@ -507,9 +508,9 @@ class Trainer:
         elif self.average is not None and final.averaged:
             self.average.apply()
 
-    def export_weights(self) -> dict[str, torch.Tensor] | None:
-        """Returns the whole weights on rank 0, None on other ranks. All ranks call it together."""
-        return checkpoint.full_state(self.model.state_dict())
+    def export(self, path: Path | None, written: Callable[[], None] = lambda: None) -> str | None:
+        """Writes the whole weights; see `export_weights`. All ranks call it together."""
+        return export_weights(self.model.state_dict(), path, written)
 
     def make_dense_state(self) -> None:
         """Makes the state of the dense optimizer by a step with zero gradients and learning rates."""

@@ -18,8 +18,8 @@ from flows.train import train
 from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.jobs.training.job import resolve_job
-from pipeline.jobs.training.rank import hash_weights
 from pipeline.jobs.workspace import Workspace
+from tests.digest import hash_weights
 
 CONFIG = "configs/smoke.yaml"
 

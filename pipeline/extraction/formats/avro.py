@@ -53,7 +53,7 @@ def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str
     copy = folder / re.sub(r"^\w+:/+|^/+", "", address_of(file))
     copy.parent.mkdir(parents=True, exist_ok=True)
     with open_file(address_of(file), properties) as opened, _explained(file):
-        rows = reader(opened)
+        rows: Any = reader(opened)
         if not isinstance(rows.writer_schema, dict) or rows.writer_schema["type"] != "record":
             raise DataError(f"Avro file '{file.name}'", "records", "values of another type", "Name another file.")
         schema = pa.schema(_fields(rows.writer_schema, {}))

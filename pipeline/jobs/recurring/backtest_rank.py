@@ -20,7 +20,6 @@ from pipeline.evaluation.policy import ChampionStanding, Decision, Policy, decid
 from pipeline.jobs.training.rank import (
     RankSpec,
     assemble,
-    hash_weights,
     open_client,
     open_event_writer,
     plan_placement,
@@ -98,9 +97,9 @@ class BacktestRank:
                 self.trained_to = day
             self.emit_day(day, served, decision, rows, time.perf_counter() - began)
         assert self.trainer is not None
-        weights = self.trainer.export_weights()
-        if weights is not None:
-            self.emit({"event": "result", "weights_sha256": hash_weights(weights)})
+        weights_sha256 = self.trainer.export(None)
+        if weights_sha256 is not None:
+            self.emit({"event": "result", "weights_sha256": weights_sha256})
 
     def emit_day(
         self, day: datetime.date, sums: LossSums | None, decision: Decision, rows: int, seconds: float

@@ -4,7 +4,6 @@ A spawned process cannot be given an iterator, so it builds its batches itself.
 """
 
 import datetime
-import hashlib
 import importlib
 import json
 import logging
@@ -21,7 +20,6 @@ from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import DataType
 
@@ -181,13 +179,12 @@ def train(
     heartbeat.report("exporting")
     by_rank = gather_stats(trainer, device)
     probe = predict_probe(spec, trainer.model, rank, device)
-    weights = trainer.export_weights()
-    if weights is None:
+    if rank > 0:
+        trainer.export(None, heartbeat.progress)
         return
-    weights = {name: tensor.float() for name, tensor in weights.items()}
-    folder, store = Path(spec.folder), open_store(spec)
+    folder, store = Path(spec.folder), open_store(spec, heartbeat)
     with atomic_file(folder / WEIGHTS) as temporary:
-        save_file(weights, temporary)
+        weights_sha256 = trainer.export(temporary, heartbeat.progress)
     write_json(folder / PROBE, probe)
     if store is not None:
         for name in (WEIGHTS, PROBE):
@@ -198,7 +195,7 @@ def train(
         | {
             "seconds": seconds,
             "checkpoint_blocked_seconds": trainer.checkpointer.blocked_seconds,
-            "weights_sha256": hash_weights(weights),
+            "weights_sha256": weights_sha256,
         }
     )
 
@@ -236,7 +233,7 @@ def assemble(
         def validate(model: DistributedModelParallel) -> LossSums:
             return evaluate_sums(model, heartbeat.track(validation(), "validating"), device, spec.training)
 
-    training, store = count_steps(spec), open_store(spec)
+    training, store = count_steps(spec), open_store(spec, heartbeat)
     Path(spec.folder).mkdir(parents=True, exist_ok=True)  # on a host of its own
     kind = Trainer if training.sync == "synchronous" else AsyncTrainer
     return kind(
@@ -256,9 +253,11 @@ def assemble(
     )
 
 
-def open_store(spec: RankSpec) -> ObjectFolder | None:
+def open_store(spec: RankSpec, heartbeat: Heartbeat) -> ObjectFolder | None:
     """Returns the folder of the training in an object store. None: its hosts share a folder."""
-    return None if spec.store is None else ObjectFolder(spec.store, spec.train.warehouse.catalog)
+    if spec.store is None:
+        return None
+    return ObjectFolder(spec.store, spec.train.warehouse.catalog, heartbeat.progress)
 
 
 def load_start(spec: RankSpec, trainer: Trainer) -> None:
@@ -435,14 +434,6 @@ def predict_probe(spec: RankSpec, model: DistributedModelParallel, rank: int, de
     dist.all_gather(kept, batch.weights)
     result: list[float] = torch.cat(shares)[torch.cat(kept) > 0].tolist()
     return result
-
-
-def hash_weights(weights: dict[str, torch.Tensor]) -> str:
-    """Returns the SHA-256 of the full parameters in the order of their names."""
-    digest = hashlib.sha256()
-    for name in sorted(weights):
-        digest.update(weights[name].contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def takes_cuda(config: TrainConfig) -> bool:

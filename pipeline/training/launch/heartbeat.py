@@ -30,6 +30,10 @@ class Heartbeat:
         """Counts progress and notes what the process does now."""
         self.count, self.doing = self.count + 1, doing
 
+    def progress(self) -> None:
+        """Counts progress of work beside what the process does."""
+        self.count += 1
+
     def track(self, items: Iterator[Item], doing: str) -> Iterator[Item]:
         """Yields the items and reports the wait for each and the work on it."""
         while True:

@@ -439,18 +439,22 @@ def _is_whole(folder: Path) -> bool:
 
 def full_state(tensors: dict[str, Any]) -> dict[str, torch.Tensor] | None:
     """Gathers whole tensors on rank 0; returns None on other ranks. All ranks call it together."""
-    whole: dict[str, torch.Tensor] = {}
+    found = {name: whole for name, whole in gather_whole(tensors) if whole is not None}
+    return found if dist.get_rank() == 0 else None
+
+
+def gather_whole(tensors: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yields each whole tensor, on the CPU of rank 0; None on other ranks. All ranks iterate together."""
     first = dist.get_rank() == 0
     for name, tensor in tensors.items():
         if hasattr(tensor, "local_shards"):
             where = "cuda" if dist.get_backend() == "nccl" else "cpu"
             out = torch.empty(tuple(tensor.size()), dtype=tensor.dtype, device=where) if first else None
             tensor.gather(dst=0, out=out)
+            yield name, out.cpu() if out is not None else None
+            del out
         else:
-            out = tensor.detach().cpu().clone()
-        if first and out is not None:
-            whole[name] = out.cpu()
-    return whole if first else None
+            yield name, tensor.detach().cpu().clone() if first else None
 
 
 def _damaged(folder: Path, expected: str, actual: str) -> CheckpointError:

@@ -31,6 +31,7 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
 from storage.warehouse import Warehouse
+from tests.digest import hash_weights
 from tests.pipeline.conftest import ROOT, SETTINGS, Run, completed, completed_here, start
 from tests.pipeline.jobs.training.odd_rank import Reload, reload
 
@@ -116,7 +117,7 @@ def test_result_of_a_training(undisturbed: Run) -> None:
     assert (result["steps"], result["rows"], result["world_size"]) == (14, 2081, 2)
     assert result["valid_ne"] == min(undisturbed.metric("valid_ne").values())
     assert undisturbed.metric("valid_ne")[result["best_step"]] == result["valid_ne"]
-    assert result["weights_sha256"] == rank.hash_weights(undisturbed.weights)
+    assert result["weights_sha256"] == hash_weights(undisturbed.weights)
     assert result["ne_progressive"] < undisturbed.metric("train_ne_progressive")[2]
     first, second = undisturbed.events[0]["plan"]
     assert {first["sharding"], second["sharding"]} == {"table_wise"}
