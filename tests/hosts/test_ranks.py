@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.transforms.plan.carry_over import Start
+from pipeline.transforms.plan.plan import Plan
 from tests.hosts.cluster import Cluster
 from tests.objects import SERVE, Store
-from tests.pipeline.conftest import SETTINGS, Run
+from tests.pipeline.conftest import SETTINGS, Run, completed
 
 pytestmark = pytest.mark.slow
 MAKE_BUCKET = """
@@ -37,6 +39,7 @@ def test_ranks_on_two_hosts_without_a_common_folder_train_as_processes_of_one(
     """Bit for bit, although the name of each host is that of its loopback.
 
     Checkpoints are in a store: each host has a /tmp of its own. Both write their shards, and load the best checkpoint.
+    Then a model with other features continues on hosts that have lost their copies.
     """
     pytest.importorskip("moto", reason="the S3 server comes with `make setup EXTRAS=objects`")
     head, store = cluster.head, Store(f"http://{cluster.head.address}:5999", "kept")
@@ -45,13 +48,26 @@ def test_ranks_on_two_hosts_without_a_common_folder_train_as_processes_of_one(
     train = spec.train.model_copy(update={"warehouse": warehouse})
     address = f"s3://{store.bucket}/run"
     spec = spec.model_copy(update={"train": train, "folder": f"/tmp/own-{tmp_path.name}/run", "store": address})
-    path = tmp_path / "given.json"
+    path, later_path = tmp_path / "given.json", tmp_path / "later.json"
     path.write_text(spec.model_dump_json())
+    later = {
+        place: without_lists(one, f"{folder}/later", source, kept) for place, one, folder, source, kept in (
+            ("one host", undisturbed.spec, tmp_path, undisturbed.folder, None),
+            ("two hosts", spec, f"/tmp/own-{tmp_path.name}", spec.folder, f"{address}/checkpoints"),
+        )
+    }  # fmt: skip
+    later["two hosts"] = later["two hosts"].model_copy(update={"store": f"s3://{store.bucket}/later"})
+    later_path.write_text(later["two hosts"].model_dump_json())
     with head.start([sys.executable, "-c", SERVE, head.address, "5999"], stderr=subprocess.DEVNULL) as server:
         try:
             head.run([sys.executable, "-c", MAKE_BUCKET], store.variables)
             found = json.loads(cluster.run("tests.hosts.ray_ranks", str(path), cluster.address).splitlines()[-1])
             names = json.loads(head.run([sys.executable, "-c", LIST], store.variables))
+            for node in cluster.nodes.values():
+                assert "best" in node.run(["ls", f"{spec.folder}/checkpoints"]).split()
+                node.run(["rm", "-r", spec.folder])
+            continued = cluster.run("tests.hosts.ray_ranks", str(later_path), cluster.address)
+            left = json.loads(head.run([sys.executable, "-c", LIST], store.variables))
         finally:
             server.kill()
     for name in ("weights_sha256", "valid_ne", "steps", "rows"):
@@ -59,8 +75,22 @@ def test_ranks_on_two_hosts_without_a_common_folder_train_as_processes_of_one(
     best = {one.rpartition("/")[2] for one in names if "/best/" in one}
     assert best >= {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"}
     assert {"run/weights.safetensors", "run/probe.json"} <= set(names)
+    expected = completed(later["one host"]).result["weights_sha256"]
+    assert json.loads(continued.splitlines()[-1])["weights_sha256"] == expected != found["weights_sha256"]
     for node in cluster.nodes.values():
-        assert "best" in node.run(["ls", f"{spec.folder}/checkpoints"]).split()
+        assert "grown" not in node.run(["ls", f"{later['two hosts'].folder}/checkpoints"]).split()
+    assert [one for one in left if "/grown/" in one] == []
+
+
+def without_lists(spec: RankSpec, folder: str, source: Path | str, store: str | None) -> RankSpec:
+    """A training that continues another one with fewer features."""
+    plan = spec.train.plan
+    ops = tuple(op for op in plan.ops if "list_items" not in op.inputs)
+    raw = {name: kinds for name, kinds in plan.raw.items() if name != "list_items"}
+    fewer = Plan.model_validate(plan.model_dump() | {"sparse": plan.sparse[:1], "ops": ops, "raw": raw})
+    parts = {part: getattr(spec, part).model_copy(update={"plan": fewer}) for part in ("train", "valid", "probe")}
+    start = Start(checkpoint=f"{source}/checkpoints/best", plan=plan, store=store)
+    return spec.model_copy(update={**parts, "folder": folder, "start": start})
 
 
 def test_workers_and_ranks_run_where_their_resources_are(cluster: Cluster, tmp_path: Path) -> None:

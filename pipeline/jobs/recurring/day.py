@@ -233,7 +233,8 @@ def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> S
     if found is None:
         where = f"model '{workspace.config.model_name}', version {champion.version}"
         raise RegistryError(where, f"its checkpoint in '{root}'", "none", "Train from scratch: scratch=true.")
-    return Start(checkpoint=str(found), plan=plan)
+    store = workspace.stored(root)
+    return Start(checkpoint=str(found), plan=plan, store=None if store is None else store.address)
 
 
 def download_champion(workspace: Workspace, champion: ChampionVersion, folder: Path) -> Path:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import resource
-import shutil
 import sys
 import threading
 import time
@@ -51,6 +50,7 @@ from pipeline.training.state.checkpoint import (
     whole_shapes,
     write_whole,
 )
+from pipeline.training.state.checkpoints import StoredCheckpoints
 from pipeline.training.state.progress import LossSums, TrainingProgress
 from pipeline.training.state.transfer import FeatureState, transfer_state
 from pipeline.training.tables.model import shard_model
@@ -65,6 +65,8 @@ from storage.artifacts import atomic_file, write_json, write_text
 from storage.objects import ObjectFolder
 from storage.warehouse import Warehouse
 
+GROWN = "grown"
+"""Name of the checkpoint of a model that continues one with other features."""
 PROBE_ROWS = 256
 """Rows whose probabilities the trainer writes. The registered model must reproduce them."""
 
@@ -246,7 +248,7 @@ def assemble(
         spec.seed,
         device,
         describe_identity(spec),
-        begin=None if spec.start is None else partial(load_start, spec),
+        begin=None if spec.start is None else partial(load_start, spec, heartbeat),
         lost=lambda: reader.lost,
         keeps_lost=spec.preprocessing.on_corrupt == "quarantine",
         store=None if store is None else store.child("checkpoints"),
@@ -260,30 +262,34 @@ def open_store(spec: RankSpec, heartbeat: Heartbeat) -> ObjectFolder | None:
     return ObjectFolder(spec.store, spec.train.warehouse.catalog, heartbeat.progress)
 
 
-def load_start(spec: RankSpec, trainer: Trainer) -> None:
+def load_start(spec: RankSpec, heartbeat: Heartbeat, trainer: Trainer) -> None:
     """Loads the state of the training to continue into the trainer.
 
     Raises:
-        CheckpointError: If the models differ in more than their features.
+        CheckpointError: If the models differ in more than their features, or this host cannot get the checkpoint.
     """
     assert spec.start is not None
     folder = Path(spec.start.checkpoint)
+    if not folder.exists() and spec.start.store is not None:
+        store = ObjectFolder(spec.start.store, spec.train.warehouse.catalog, heartbeat.progress)
+        StoredCheckpoints(folder.parent, store).fetch(folder.name)
     if not folder.exists():
         raise CheckpointError(
             f"checkpoint '{folder}'", "a folder that every host of the ranks sees", "none on this one",
-            "Share the home among the hosts, or train from scratch.",
+            "Share the home among the hosts, or set storage.path.",
         )  # fmt: skip
-    if spec.start.plan.hash != spec.train.plan.hash:
-        folder = transfer_checkpoint(spec, spec.start, trainer)
-    trainer.start_from(folder)
+    if spec.start.plan.hash == spec.train.plan.hash:
+        trainer.start_from(folder)
+        return
+    transfer_checkpoint(spec, spec.start, trainer)
+    trainer.start_from(trainer.checkpoints.fetch(GROWN, known=True))
     dist.barrier()  # until all ranks have read it
-    if dist.get_rank() == 0 and folder != Path(spec.start.checkpoint):
-        shutil.rmtree(folder)
+    trainer.checkpoints.remove(GROWN)
 
 
-def transfer_checkpoint(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
-    """Writes a checkpoint for the model with other features. Rank 0 makes it in its own memory."""
-    folder, source = Path(spec.folder) / "checkpoints" / "grown", Path(start.checkpoint)
+def transfer_checkpoint(spec: RankSpec, start: Start, trainer: Trainer) -> None:
+    """Writes the checkpoint GROWN for the model with other features. Rank 0 makes it in its own memory."""
+    folder, source = trainer.checkpoints.folder / GROWN, Path(start.checkpoint)
     trainer.make_dense_state()
     state = {name: tensor for name, tensor in trainer.state().items() if not name.startswith("average/")}
     moments = {name: torch.zeros(shape) for name, shape in whole_shapes(state).items() if name.startswith("tables/")}
@@ -299,9 +305,9 @@ def transfer_checkpoint(spec: RankSpec, start: Start, trainer: Trainer) -> Path:
         made = transfer_state(spec.model, old, fresh, (before, now), unchanged_features(spec.train.plan, start.plan))
         progress = read_progress(source) | {"averaged": 0}
         write_whole(folder, made.tensors, progress, describe_identity(spec))
+        trainer.checkpoints.share(GROWN)
         trainer.emit({"event": "grown", "new": list(made.new_tables), "larger": list(made.larger_tables)})
     dist.barrier()
-    return folder
 
 
 def make_result(progress: TrainingProgress, device: torch.device) -> dict[str, Any]:

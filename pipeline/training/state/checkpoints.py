@@ -78,6 +78,14 @@ class Checkpoints:
             checkpoint.verify(folder)
         return folder
 
+    def share(self, name: str) -> None:
+        """Lets all ranks fetch a checkpoint that this one has written alone."""
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint. All ranks call it together, when none needs it any more."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def prune(self, keep: int, newest: str) -> None:
         """Removes all but the newest. See `checkpoint.prune`."""
         checkpoint.prune(self.folder, keep, self.folder / newest)
@@ -307,6 +315,24 @@ class StoredCheckpoints(Checkpoints):
             raise _damaged(name, f"file {target.name}", "none") from None
         if (actual := sha256(target)) != digest:
             raise _damaged(name, f"sha256 {digest[:12]}.. of {target.name}", f"{actual[:12]}..")
+
+    def share(self, name: str) -> None:
+        """Copies a checkpoint of this host to the store.
+
+        Raises:
+            StorageError: If the store is not there, or refuses.
+        """
+        files, place = json.loads((self.folder / name / MANIFEST).read_bytes()), f"{name}/{uuid.uuid4().hex}"
+        for file in files:
+            self.store.put(self.folder / name / file, f"{place}/{file}")
+        self._publish(name, _Manifest(at=place, files=files))
+
+    def remove(self, name: str) -> None:
+        """Removes a checkpoint from the store and from all hosts. All ranks call it together."""
+        if dist.get_rank() == 0:
+            self._discard(f"{name}/{MANIFEST}")
+            self._discard(name)
+        shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def prune(self, keep: int, newest: str) -> None:
         """Removes all but `keep` checkpoints: the newest one and those before it."""

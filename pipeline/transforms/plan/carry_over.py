@@ -25,6 +25,8 @@ class Start(BaseModel, frozen=True):
     """Folder of the verified checkpoint."""
     plan: Plan
     """Of its model."""
+    store: str | None = None
+    """Address in an object store of the folder that has the checkpoint, for hosts that do not see it."""
 
 
 def carry_over_fit(plan: Plan, old: Plan) -> Plan:
