@@ -148,11 +148,6 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
         executor = self.preprocessing.executor
-        if self.training.launcher == "ray" and executor == "ray":
-            raise ConfigError(
-                "preprocessing.executor with training.launcher=ray", "process or inline: a process has one connection "
-                "to Ray", executor, "Set preprocessing.executor, or training.launcher=external.",
-            )  # fmt: skip
         if self.ranks_are_elsewhere and executor != "inline" and self.preprocessing.transport == "memory":
             raise ConfigError(
                 f"preprocessing.transport with training.launcher={self.training.launcher}", "network or auto: other "

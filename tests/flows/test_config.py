@@ -428,11 +428,6 @@ def test_passwords_are_not_passed_on():
     ("preprocessing", "sentence"),
     [
         (
-            {"executor": "ray"},
-            "preprocessing.executor with training.launcher=ray: expected process or inline: a process has one "
-            "connection to Ray, got ray. Set preprocessing.executor, or training.launcher=external.",
-        ),
-        (
             {"executor": "process", "ray_address": "10.0.0.1:6379", "transport": "memory"},
             "preprocessing.transport with training.launcher=ray: expected network or auto: other machines have no part "
             "in this machine's memory, got memory. Leave preprocessing.transport out.",

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import queue
 import secrets
 import shutil
 import threading
@@ -26,6 +27,7 @@ from pipeline.training.launch.processes import (
     read_event,
     run_ranks,
 )
+from pipeline.training.launch.ray_driver import Driver, Order
 from storage.scratch import ScratchFolder
 
 STORE_BYTES = 128 << 20
@@ -92,6 +94,33 @@ class RayGroup(RankGroup):
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
         """See `RankGroup`. Each group opens its own connection to Ray, and hung ranks end with it."""
+        import ray
+
+        if not ray.is_initialized():
+            return self.run_here(module, world_size, threads, attempt)
+        order = Order(
+            module=module, folder=str(self.folder), world_size=world_size, threads=threads, attempt=attempt,
+            root=str(root), address=self.address, resources=self.resources,
+        )  # fmt: skip
+        driver = Driver(order)
+        try:
+            return self.watch_driver(driver)
+        finally:
+            driver.end()
+
+    def watch_driver(self, driver: Driver) -> Event:
+        """Passes events of ranks that another process runs to `on_event`, until they have ended."""
+        result: Event | None = None
+        while True:
+            self.check_time()
+            with suppress(queue.Empty):
+                line = driver.next_line(POLL_SECONDS)
+                if line is None:
+                    return result if result is not None else driver.fail()
+                result = self.handle_line(line) or result
+
+    def run_here(self, module: str, world_size: int, threads: int, attempt: int) -> Event:
+        """Runs the ranks over a connection to Ray that this process opens."""
         spec = (self.folder / "spec.json").read_text(encoding="utf-8")
         with _cluster(self.address, world_size * threads):
             from ray.util.queue import Queue
@@ -112,12 +141,20 @@ class RayGroup(RankGroup):
             event, _ = read_event(line or "")
             if event["event"] == "error":
                 raise from_wire(event.get("parts"))
+        if line is not None and self.answer_keys(line):
+            return None
+        return super().handle_line(line)
+
+    def answer_keys(self, line: str) -> bool:
+        """Sends the ranks the specification, if this is the event with their keys. Returns whether it is."""
+        with suppress(ValidationError):
+            event, _ = read_event(line)
             if event["event"] == "keys":
                 from pipeline.sealed import seal  # cryptography is of no use to other launchers
 
                 self.letters.put([seal(self.spec, key.encode()) for key in event["keys"]])
-                return None
-        return super().handle_line(line)
+                return True
+        return False
 
     def watch_fit(self, fit: "_Fit", lines: Any) -> Event:
         """Passes events to `on_event` until Ray Train has ended."""

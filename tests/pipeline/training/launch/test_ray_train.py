@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.errors import ConfigError, ContractError
+from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.service import Service
 from pipeline.training.launch.processes import Event, Limits
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[4]
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: make setup EXTRAS=ray")
 
 
-def start(spec: RankSpec, on_event: Callable[[Event], object]) -> Event:
-    limits = Limits(deadline_seconds=280, hang_seconds=120, restart_limit=1)
+def start(spec: RankSpec, on_event: Callable[[Event], object], restart_limit: int = 1) -> Event:
+    limits = Limits(deadline_seconds=280, hang_seconds=120, restart_limit=restart_limit)
     ranks = spec.training.world_size
     return run_ranks_on_ray(
         "pipeline.jobs.training.rank", spec, Path(spec.folder), ranks, 1, limits, on_event, ROOT, None
@@ -64,6 +64,30 @@ def test_ranks_of_ray_train_like_processes(
         assert found[name] == undisturbed.result[name]
     assert not left(before)
     assert not (Path(spec.folder) / "ray").exists()
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ranks_end_with_the_process_that_has_their_connection(
+    rank_spec: Callable[..., RankSpec], tmp_path: Path
+) -> None:
+    """Workers on Ray have this process's. tests/hosts has a training that ends well."""
+    before = children()
+    spec = rank_spec(tmp_path / "ray", **SETTINGS)
+    assert spec.valid is not None
+
+    def handle(event: Event) -> None:
+        if event["event"] == "metrics":
+            (driver,) = (one for one in children() if "pipeline.training.launch.ray_driver" in one.cmdline())
+            driver.kill()
+
+    preprocessing = spec.preprocessing.model_copy(update={"executor": "ray"})
+    with Service({"train": spec.train, "valid": spec.valid}, preprocessing, tmp_path / "service") as service:
+        with pytest.raises(TrainingError, match=r"the ranks' connection to Ray: .*, got exit code -9"):
+            start(spec.model_copy(update={"service": service.address}), handle, restart_limit=0)
+        with pytest.raises(ContractError, match=r"training\.max_steps: expected 100 steps, got rows for 14"):
+            start(rank_spec(tmp_path / "short", world_size=1, max_steps=100), print)
+    assert not left(before)
 
 
 @needs_ray
