@@ -1,6 +1,7 @@
 """The Iceberg warehouse: tables partitioned by day, replaced a day at a time."""
 
 import datetime
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -11,7 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 from pyiceberg.catalog import Catalog, load_catalog
-from pyiceberg.exceptions import CommitFailedException, NoSuchTableError, TableAlreadyExistsError, ValidationException
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    NoSuchTableError,
+    RESTError,
+    TableAlreadyExistsError,
+    ValidationException,
+)
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
 from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
@@ -48,6 +55,8 @@ from storage.snapshot.left_out import LeftOut, ReadCache
 from storage.snapshot.maps import add_keys
 from storage.writer import DataFileWriter, collect_chunks
 
+_ERRNO = re.compile(r"\[Errno \d+\] ([\w ]+)")
+"""What the operating system says, inside the text of an error."""
 PART_OF = "dlrm.part-of"
 """Table property: the table of samples that a table belongs to."""
 FILES_AT_A_TIME = 16
@@ -125,8 +134,18 @@ class Warehouse:
         if properties.get("warehouse", "").startswith(("file:", "/")):
             properties = {PY_IO_IMPL: "storage.durable.DurableFileIO", **properties}
         send_lengths({key: str(value) for key, value in (named | dict(properties)).items()})
-        catalog = load_catalog("dlrm", **add_variables(properties))
-        catalog.create_namespace_if_not_exists(self.config.namespace)
+        try:
+            catalog = load_catalog("dlrm", **add_variables(properties))
+            catalog.create_namespace_if_not_exists(self.config.namespace)
+        except (RESTError, OSError) as error:
+            if not type(error).__module__.startswith(("pyiceberg.", "requests.")):
+                raise
+            address = re.sub("//[^/]*@", "//", f"{named.get('uri')}")  # without a password
+            reason = _ERRNO.search(f"{error}")
+            raise StorageError(
+                f"catalog at {address}", "an answer", reason[1] if reason else f"{error}".split("\n")[0].rstrip("."),
+                "Check `warehouse.catalog`, its token or credential, and that the server runs.",
+            ) from error  # fmt: skip
         return catalog
 
     @property
