@@ -39,6 +39,7 @@ EXECUTION_KEYS = {
     "training": {
         "launcher",
         "resources",
+        "labels",
         "send_ids_ahead",
         "device",
         "threads_per_rank",
@@ -175,15 +176,21 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     @model_validator(mode="after")
     def _nodes_have_resources(self) -> Self:
         address = self.preprocessing.ray_address
+        on_ray = {
+            "training": self.training if self.training.launcher == "ray" else None,
+            "preprocessing": self.preprocessing if self.preprocessing.executor == "ray" else None,
+        }
         used = {
-            "training.resources": self.training.resources if self.training.launcher == "ray" else {},
-            "preprocessing.resources": self.preprocessing.resources if self.preprocessing.executor == "ray" else {},
+            f"{section}.{key}": getattr(values, key)
+            for section, values in on_ray.items()
+            for key in ("resources", "labels")
+            if values is not None
         }
         for where, resources in used.items():
             if resources and address is None:
                 raise ConfigError(
                     where, "preprocessing.ray_address, the cluster that has them",
-                    "None, which starts Ray on this machine", "Set it, or leave out the resources.",
+                    "None, which starts Ray on this machine", f"Set it, or leave out the {where.rpartition('.')[2]}.",
                 )  # fmt: skip
             for name in resources.keys() & KNOWN_TO_RAY.keys():
                 raise ConfigError(where, "resources that your nodes were started with", name, KNOWN_TO_RAY[name])

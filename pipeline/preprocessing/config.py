@@ -52,6 +52,8 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     resources: Mapping[str, PositiveFloat] = {}
     """What Ray reserves for each worker besides a processor, such as `{cpu_host: 1}`: name of a resource -> amount.
     Workers run on nodes that have it. Only with executor ray."""
+    labels: Mapping[str, str] = {}
+    """Labels of the nodes for workers, as in `training.labels`. Only with executor ray."""
 
     @model_validator(mode="after")
     def _check_sessions(self) -> Self:

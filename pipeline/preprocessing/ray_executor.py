@@ -73,7 +73,7 @@ class RayExecutor(Executor):
         if self.connected:
             _connect(config, self.temporary.name)
         self.processors = 1 if config.ray_address is not None else 0
-        self.resources = dict(config.resources)
+        self.resources, self.labels = dict(config.resources), dict(config.labels)
         self.here = ray.get_runtime_context().get_node_id()
         self.actors: dict[int, Any] = {}
         self.slabs = Slabs()
@@ -95,8 +95,9 @@ class RayExecutor(Executor):
 
     def start(self, worker: int) -> None:
         actor = _Actor.options(  # type: ignore[attr-defined]
-            num_cpus=self.processors, resources=self.resources, max_restarts=0, max_task_retries=0
-        ).remote()
+            num_cpus=self.processors, resources=self.resources, label_selector=self.labels or None, max_restarts=0,
+            max_task_retries=0,
+        ).remote()  # fmt: skip
         self.actors[worker] = actor
 
         def begin() -> Any:

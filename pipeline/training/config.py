@@ -89,6 +89,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     resources: Mapping[str, PositiveFloat] = {}
     """What Ray reserves for each rank besides processors, such as `{gpu_host: 1}`: name of a resource -> amount. Ranks
     run on nodes that have it. Only with launcher ray."""
+    labels: Mapping[str, str] = {}
+    """Labels of the nodes for ranks, as Ray selects them: `{zone: eu-1}`, `{kind: "in(big, huge)"}`, `{kind: "!spot"}`.
+    Only with launcher ray."""
     sharding: Sharding = "auto"
     """Sharding of the embedding tables: auto (TorchRec's planner chooses), one sharding type for all tables, or rules.
     The first rule that matches a table decides. Tables that no rule matches are planned as auto."""

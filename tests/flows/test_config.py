@@ -456,6 +456,10 @@ def test_resources_are_those_of_a_cluster(section: str) -> None:
         f"{section}.resources: expected preprocessing.ray_address, the cluster that has them, got None, which starts Ray "
         "on this machine. Set it, or leave out the resources."
     )
+    with pytest.raises(
+        ConfigError, match=rf"{section}\.labels: expected preprocessing\.ray_address.* leave out the labels"
+    ):
+        load("configs/smoke.yaml", keys | {f"{section}.resources": {}, f"{section}.labels": {"zone": "a"}})
     keys |= {"preprocessing.ray_address": "10.0.0.1:6379", f"{section}.resources": {"GPU": 1}}
     with pytest.raises(ConfigError) as caught:
         load("configs/smoke.yaml", keys)

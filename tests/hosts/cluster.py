@@ -14,7 +14,7 @@ START = (
 
 
 class Cluster:
-    """A head without processors for work, and nodes with two each.
+    """A head without processors for work, and nodes with two each, which have their name as the label `host`.
 
     Args:
         token: What Ray demands of all that join or connect.
@@ -31,7 +31,8 @@ class Cluster:
         self.nodes: dict[str, Host] = {}
         for name, own in resources.items():
             self.nodes[name] = network.add(name)
-            self._start(self.nodes[name], [f"--address={self.address}", "--num-cpus=2", "--resources", json.dumps(own)])
+            words = ["--num-cpus=2", "--resources", json.dumps(own), f"--labels=host={name}"]
+            self._start(self.nodes[name], [f"--address={self.address}", *words])
 
     def run(self, module: str, *words: str, timeout: float = 280) -> str:
         """Runs a module of ours on the head, connected to the cluster, and returns what it printed."""

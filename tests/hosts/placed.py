@@ -27,8 +27,8 @@ def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
     emit({"event": "result", "hosts": hosts})
 
 
-def hosts_of_workers(folder: Path, address: str) -> list[str]:
-    config = PreprocessingConfig(executor="ray", ray_address=address, resources={"cpu_host": 1})
+def hosts_of_workers(folder: Path, address: str, **places: Any) -> list[str]:
+    config = PreprocessingConfig(executor="ray", ray_address=address, **places)
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     executor = RayExecutor({}, folder, events, config)
     try:
@@ -44,16 +44,23 @@ def hosts_of_workers(folder: Path, address: str) -> list[str]:
         executor.close()
 
 
-def hosts_of_ranks(folder: Path, address: str) -> list[str]:
-    config = TrainConfig(world_size=2, launcher="ray", resources={"gpu_host": 1})
+def hosts_of_ranks(folder: Path, address: str, **places: Any) -> list[str]:
+    config = TrainConfig(world_size=2, launcher="ray", **places)
     limits = Limits(deadline_seconds=200, hang_seconds=None)
     found = run_ranks_on_ray(
-        "tests.hosts.placed", config, folder, 2, 1, limits, print, ROOT, address, config.ray_resources
-    )
+        "tests.hosts.placed", config, folder, 2, 1, limits, print, ROOT, address, config.ray_resources,
+        config.labels,
+    )  # fmt: skip
     hosts: list[str] = found["hosts"]
     return hosts
 
 
 if __name__ == "__main__":
     place = Path(sys.argv[1]), sys.argv[2]
-    print(json.dumps({"workers": hosts_of_workers(*place), "ranks": hosts_of_ranks(*place)}))
+    found = {
+        "workers": hosts_of_workers(*place, resources={"cpu_host": 1}),
+        "ranks": hosts_of_ranks(*place, resources={"gpu_host": 1}),
+        "workers by label": hosts_of_workers(*place, labels={"host": "!one"}),
+        "ranks by label": hosts_of_ranks(*place, labels={"host": "in(one, three)"}),
+    }
+    print(json.dumps(found))

@@ -93,6 +93,9 @@ def without_lists(spec: RankSpec, folder: str, source: Path | str, store: str | 
     return spec.model_copy(update={**parts, "folder": folder, "start": start})
 
 
-def test_workers_and_ranks_run_where_their_resources_are(cluster: Cluster, tmp_path: Path) -> None:
+def test_workers_and_ranks_run_where_their_resources_and_labels_are(cluster: Cluster, tmp_path: Path) -> None:
     found = json.loads(cluster.run("tests.hosts.placed", str(tmp_path), cluster.address).splitlines()[-1])
-    assert found == {"workers": ["one", "one"], "ranks": ["two", "two"]}
+    assert found == {
+        "workers": ["one", "one"], "ranks": ["two", "two"],
+        "workers by label": ["two", "two"], "ranks by label": ["one", "one"],
+    }  # fmt: skip

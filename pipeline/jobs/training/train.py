@@ -192,7 +192,7 @@ def _launch(
     launch = follow_ranks if training.launcher == "external" else run_ranks
     if training.launcher == "ray":
         address = workspace.config.preprocessing.ray_address
-        launch = partial(run_ranks_on_ray, address=address, resources=training.ray_resources)
+        launch = partial(run_ranks_on_ray, address=address, resources=training.ray_resources, labels=training.labels)
     world, threads = training.world_size, training.threads_per_rank
     return launch("pipeline.jobs.training.rank", spec, folder, world, threads, limits, on_event, ROOT)
 

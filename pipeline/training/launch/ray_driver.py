@@ -35,6 +35,7 @@ class Order(BaseModel, frozen=True):
     root: str
     address: str | None
     resources: Mapping[str, float]
+    labels: Mapping[str, str]
 
 
 class Driver:
@@ -121,9 +122,8 @@ def _run(order: Order, pass_on: Callable[[str], None]) -> None:
             event = json.loads(line)
             return event if event.get("event") == "result" else None
 
-    group = Passing(
-        Path(order.folder), Limits(), None, lambda event: None, 0, address=order.address, resources=order.resources
-    )
+    places = {"address": order.address, "resources": order.resources, "labels": order.labels}
+    group = Passing(Path(order.folder), Limits(), None, lambda event: None, 0, **places)  # type: ignore[arg-type]
     group.run_here(order.module, order.world_size, order.threads, order.attempt)
 
 

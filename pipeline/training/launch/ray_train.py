@@ -46,6 +46,7 @@ def run_ranks_on_ray(
     root: Path,
     address: str | None,
     resources: Mapping[str, float] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> Event:
     """Runs ranks as `run_ranks` does, but as Ray workers that rendezvous on rank 0's machine. Leaves no rank behind.
 
@@ -56,6 +57,7 @@ def run_ranks_on_ray(
         root: Working directory of the ranks of this machine.
         address: Address of the cluster. None starts one on this machine.
         resources: What Ray reserves for each rank on its node, besides processors. With a GPU, ranks meet over nccl.
+        labels: Labels of the nodes for ranks, as Ray selects them.
     Raises:
         ConfigError: If Ray is not installed.
         ContractError: The error that a rank raised.
@@ -63,7 +65,7 @@ def run_ranks_on_ray(
     """
     require_ray()
     threads = threads_per_rank or (1 if address else None)
-    group = partial(RayGroup, address=address, resources=resources or {})
+    group = partial(RayGroup, address=address, resources=resources or {}, labels=labels or {})
     return run_ranks(module, spec, folder, world_size, threads, limits, on_event, root, group)
 
 
@@ -88,6 +90,7 @@ class RayGroup(RankGroup):
     address: str | None = None
     """Address of the cluster. None starts one on this machine."""
     resources: Mapping[str, float] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
     spec: str = ""
     letters: Any = None
     """Queue for the specification, sealed for each rank."""
@@ -101,6 +104,7 @@ class RayGroup(RankGroup):
         order = Order(
             module=module, folder=str(self.folder), world_size=world_size, threads=threads, attempt=attempt,
             root=str(root), address=self.address, resources=self.resources,
+            labels=self.labels,
         )  # fmt: skip
         driver = Driver(order)
         try:
@@ -128,7 +132,7 @@ class RayGroup(RankGroup):
             lines, self.letters = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
             self.spec = spec
             body = {"module": module, "threads": threads, "attempt": attempt, "events": lines, "letters": self.letters}
-            fit = _Fit(body, self.folder, world_size, {"CPU": threads, **self.resources})
+            fit = _Fit(body, self.folder, world_size, {"CPU": threads, **self.resources}, self.labels)
             fit.start()
             try:
                 return self.watch_fit(fit, lines)
@@ -185,9 +189,17 @@ class RayGroup(RankGroup):
 class _Fit(threading.Thread):
     """Runs Ray Train's blocking call and keeps its error."""
 
-    def __init__(self, body: dict[str, Any], folder: Path, world_size: int, resources: Mapping[str, float]) -> None:
+    def __init__(
+        self,
+        body: dict[str, Any],
+        folder: Path,
+        world_size: int,
+        resources: Mapping[str, float],
+        labels: Mapping[str, str],
+    ) -> None:
         super().__init__(name="ray-train", daemon=True)
-        self.body, self.folder, self.world_size, self.resources = body, folder, world_size, dict(resources)
+        self.body, self.folder, self.world_size = body, folder, world_size
+        self.resources, self.labels = dict(resources), dict(labels)
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -197,8 +209,9 @@ class _Fit(threading.Thread):
         from pipeline.training.launch.ray_group import NodeTorchConfig
 
         scaling = ScalingConfig(
-            num_workers=self.world_size, resources_per_worker=self.resources, use_gpu="GPU" in self.resources
-        )
+            num_workers=self.world_size, resources_per_worker=self.resources, use_gpu="GPU" in self.resources,
+            label_selector=self.labels or None,  # type: ignore[call-arg]  # typed as the class of Ray Train's first version
+        )  # fmt: skip
         try:
             TorchTrainer(
                 _rank,
