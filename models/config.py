@@ -18,8 +18,8 @@ class SparseFeature:
     pooling: Literal["sum", "mean"]
     """How the vectors of a list become one."""
     weighted: bool = False
-    """Whether each id comes with a weight, by which its vector is multiplied before the vectors are summed. The weights
-    of a mean sum to 1, so a model with weights has no other pooling than sums."""
+    """Whether each id comes with a weight, by which its vector is multiplied before the vectors are summed. TorchRec
+    cannot combine weights and means: where one feature has weights, a mean is a sum with weights of 1 / n."""
 
 
 class DLRMConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

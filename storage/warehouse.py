@@ -57,6 +57,8 @@ from storage.writer import DataFileWriter, collect_chunks
 
 _ERRNO = re.compile(r"\[Errno \d+\] ([\w ]+)")
 """What the operating system says, inside the text of an error."""
+_PASSWORD = re.compile("//[^/\\s]*@")
+"""User and password in an address."""
 PART_OF = "dlrm.part-of"
 """Table property: the table of samples that a table belongs to."""
 FILES_AT_A_TIME = 16
@@ -137,13 +139,14 @@ class Warehouse:
         try:
             catalog = load_catalog("dlrm", **add_variables(properties))
             catalog.create_namespace_if_not_exists(self.config.namespace)
-        except (RESTError, OSError) as error:
-            if not type(error).__module__.startswith(("pyiceberg.", "requests.")):
+        except (RESTError, OSError, ValueError) as error:
+            if not type(error).__module__.startswith(("pyiceberg.", "requests.", "pydantic_core.")):
                 raise
-            address = re.sub("//[^/]*@", "//", f"{named.get('uri')}")  # without a password
-            reason = _ERRNO.search(f"{error}")
+            address, text = (_PASSWORD.sub("//", f"{one}") for one in (named.get("uri", "no uri"), error))
+            known = _ERRNO.search(text)
+            reason = known[1] if known else text.split("\n")[0].rstrip(".")
             raise StorageError(
-                f"catalog at {address}", "an answer", reason[1] if reason else f"{error}".split("\n")[0].rstrip("."),
+                f"catalog at {address}", "one that lets this user in", reason,
                 "Check `warehouse.catalog`, its token or credential, and that the server runs.",
             ) from error  # fmt: skip
         return catalog

@@ -192,7 +192,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
                     where, "preprocessing.ray_address, the cluster that has them",
                     "None, which starts Ray on this machine", f"Set it, or leave out the {where.rpartition('.')[2]}.",
                 )  # fmt: skip
-            for name in resources.keys() & KNOWN_TO_RAY.keys():
+            known = KNOWN_TO_RAY.keys() if where.endswith(".resources") else set()
+            for name in resources.keys() & known:
                 raise ConfigError(where, "resources that your nodes were started with", name, KNOWN_TO_RAY[name])
         return self
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ import pyarrow as pa
 from pipeline.data.files import SourceFile, address_of, find_files, folder_values
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
-from pipeline.extraction.config import LabelColumns, SourceConfig
+from pipeline.extraction.config import Format, LabelColumns, SourceConfig
 from pipeline.extraction.formats.avro import AVRO, copy_as_parquet
 from pipeline.extraction.formats.text import ISO_DATE
 from pipeline.extraction.generator.logs import write_logs
@@ -163,8 +163,9 @@ def open_raw_rows(
     files, outcomes = _find_files(context, report)
     lookups = [(lookup, context.find(lookup.path, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
+    avro = _avro_files(source.format, files, [*outcomes, *sides])
     with (
-        _readable([*files, *outcomes, *sides], {*files} if source.format == "avro" else set(), context, report) as read,
+        _readable([*files, *outcomes, *sides], avro, context, report) as read,
         _connection(list(read.values()), context) as connection,
     ):
         copied = [read[file] for file in files]
@@ -178,16 +179,18 @@ def open_raw_rows(
         yield RawSource(connection, view, files, outcomes, sides, read, numbered)
 
 
+def _avro_files(form: Format, files: Sequence[SourceFile], others: Sequence[SourceFile]) -> list[SourceFile]:
+    """Returns the files to read as Avro, by the format of the source or by their names."""
+    named = [file for file in [*(files if form == "auto" else ()), *others] if AVRO.search(file.name)]
+    return [*files, *named] if form == "avro" else named
+
+
 @contextmanager
 def _readable(
-    files: Sequence[SourceFile], avro: Set[SourceFile], context: SourceContext, report: Report
+    files: Sequence[SourceFile], avro: Sequence[SourceFile], context: SourceContext, report: Report
 ) -> Iterator[dict[SourceFile, SourceFile]]:
-    """Yields file -> the file to read: of an Avro file a copy in Parquet, which is deleted at the end.
-
-    Args:
-        avro: Avro files, whatever their names.
-    """
-    found = {file for file in files if file in avro or AVRO.search(file.name)}
+    """Yields file -> the file to read: of an Avro file a copy in Parquet, which is deleted at the end."""
+    found = {*avro}
     copies: dict[SourceFile, SourceFile] = {file: file for file in files}
     if not found:
         yield copies

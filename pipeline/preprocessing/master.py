@@ -114,6 +114,7 @@ class Master:
         clock: Returns seconds that never go back.
         make: Makes the executor. None: `make_executor`.
         network: How workers serve their results. None: they hand them over in shared memory.
+        reserved: Processors of the cluster that workers must leave to ranks.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Master:
         clock: Callable[[], float] = time.monotonic,
         make: "Callable[..., Executor] | None" = None,
         network: NetworkSettings | None = None,
+        reserved: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         allow_many_segments()
@@ -132,7 +134,16 @@ class Master:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.executor = (make or partial(make_executor, network=network))(data, config, folder, self.events)
         self.inline = isinstance(self.executor, InlineExecutor)
-        most = config.max_workers or self.executor.cores if config.workers == "auto" else config.workers
+        cores = self.executor.cores
+        if reserved and cores is not None:
+            cores = max(cores - reserved, 1)
+            if config.workers != "auto" and config.workers > cores:
+                self.executor.close()
+                raise ConfigError(
+                    "preprocessing.workers", f"at most {cores}, because ranks reserve {reserved} processors",
+                    f"{config.workers}", "Start fewer, or add nodes.",
+                )  # fmt: skip
+        most = config.max_workers or cores if config.workers == "auto" else config.workers
         self.autoscaler = Autoscaler(most or config.most_workers)
         self.autoscaler.workers = 1 if config.workers == "auto" or self.inline else config.workers
         self.fragments: dict[str, list[Fragment]] = {}

@@ -88,7 +88,14 @@ class RayExecutor(Executor):
 
     @property
     def cores(self) -> int | None:
-        return int(ray.cluster_resources().get("CPU", 1)) if self.processors else None
+        return sum(map(self._room, ray.nodes())) if self.processors else None
+
+    def _room(self, node: Mapping[str, Any]) -> int:
+        """Returns how many workers a node has room for."""
+        if not node["Alive"]:
+            return 0
+        needed = {"CPU": float(self.processors), **self.resources}
+        return int(min(node["Resources"].get(name, 0.0) // amount for name, amount in needed.items()))
 
     def keeper(self, memory: Any) -> int | None:
         return memory.worker if isinstance(memory, KeptResult) else None

@@ -47,6 +47,7 @@ class Service:
         data: The datasets that ranks can request, by name.
         folder: See `Master`.
         warn: See `Master`.
+        reserved: Processors of the cluster that workers must leave to ranks.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Service:
         config: PreprocessingConfig,
         folder: Path,
         warn: Callable[[str], None] = lambda text: None,
+        reserved: int = 0,
     ) -> None:
-        self.data, self.config, self.folder, self.warn = data, config, folder, warn
+        self.data, self.config, self.folder, self.warn, self.reserved = data, config, folder, warn, reserved
         self.totals = Totals()
         self.startup: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
@@ -87,7 +89,7 @@ class Service:
     def _run(self) -> None:
         try:
             network = make_network(self.config) if self.config.uses_network else None
-            master = Master(self.data, self.config, self.folder, self.warn, network=network)
+            master = Master(self.data, self.config, self.folder, self.warn, network=network, reserved=self.reserved)
             self.totals, self.events = master.totals, master.events
             try:
                 self.front: Front = open_front(network, master.events.put)

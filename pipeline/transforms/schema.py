@@ -106,9 +106,9 @@ class SparseGroup(FeatureGroup):
     """How the vectors of a list become one vector."""
     weights: str | None = None
     """Column with a number for each id, by which its vector is multiplied: `{column}_scores`, or an output of a
-    compute_score that makes scores. `mean` then divides by the sum of the numbers. Transforms must keep the places of
-    ids: first_x, sigrid_hash, clamp, enumerate, or map_id with `unknown`. A number that is missing or not finite, and
-    all numbers of a row that has not as many as ids, become 0 and are counted."""
+    compute_score that makes scores. `mean` then divides by the sum of their absolute values. Transforms must keep the
+    places of ids: first_x, sigrid_hash, clamp, enumerate, or map_id with `unknown`. A number that is missing or not
+    finite, and all numbers of a row that has not as many as ids, become 0 and are counted."""
 
 
 def input_kinds(op: AnyOp) -> Reads:

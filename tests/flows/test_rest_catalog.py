@@ -72,11 +72,13 @@ def test_a_wrong_token_is_one_sentence(keys: dict[str, Any], plain: Any) -> None
     with pytest.raises(ContractError) as caught:
         ingest(SMOKE, wrong)
     assert str(caught.value) == (
-        f"catalog at {wrong['warehouse.catalog']['uri']}: expected an answer, got NotAuthorizedException: Not authorized. "
+        f"catalog at {wrong['warehouse.catalog']['uri']}: expected one that lets this user in, got "
+        "NotAuthorizedException: Not authorized. "
         "Check `warehouse.catalog`, its token or credential, and that the server runs."
     )
     wrong["warehouse.catalog"]["uri"] = f"http://user:secret@127.0.0.1:{free_port()}"
     with pytest.raises(
-        ContractError, match=r"catalog at http://127\.0\.0\.1:\d+: expected an answer, got Connection refused"
+        ContractError,
+        match=r"catalog at http://127\.0\.0\.1:\d+: expected one that lets this user in, got Connection refused",
     ):
         Workspace(load(SMOKE, wrong)).warehouse.catalog  # noqa: B018

@@ -1,4 +1,4 @@
-"""Copies Avro files to Parquet, which DuckDB reads. Its own reader of Avro is an extension from its maker's server."""
+"""Copies Avro files to Parquet, which DuckDB reads. DuckDB's reader of Avro is an extension that it would download."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ LOGICAL = {
 }  # fmt: skip
 """Logical types whose values fastavro returns as Arrow takes them."""
 WIDER = ("int", "long", "float", "double")
-"""Each holds the values of those before it, as Avro's schema resolution has it."""
+"""A reader may take each as any later one, as Avro's rules of schema resolution say."""
 
 
 def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str]) -> Path:
@@ -48,8 +48,9 @@ def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str
             "none",
             "Run: make setup EXTRAS=avro, or install fastavro.",
         )
-    from fastavro import reader
+    from fastavro.read import LOGICAL_READERS, reader
 
+    LOGICAL_READERS["string-uuid"] = lambda text, *schemas: text  # otherwise an object, which Arrow does not take
     copy = folder / re.sub(r"^\w+:/+|^/+", "", address_of(file))
     copy.parent.mkdir(parents=True, exist_ok=True)
     with open_file(address_of(file), properties) as opened, _explained(file):
@@ -59,7 +60,7 @@ def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str
         schema = pa.schema(_fields(rows.writer_schema, {}))
         with pq.ParquetWriter(copy, schema, compression="lz4") as out:
             while taken := list(itertools.islice(rows, ROWS_AT_ONCE)):
-                out.write_table(pa.Table.from_pylist(_as_text(taken, schema), schema))
+                out.write_table(pa.Table.from_pylist(taken, schema))
     return copy
 
 
@@ -68,9 +69,9 @@ def _explained(file: SourceFile) -> Iterator[None]:
     """Turns whatever a damaged file makes fastavro raise into one sentence."""
     try:
         yield
-    except (ConfigError, DataError, OSError):
+    except (ConfigError, DataError):
         raise
-    except Exception as error:
+    except Exception as error:  # a store's or a disk's, too
         reason = f"{error}".splitlines()[0].rstrip(".") if f"{error}" else type(error).__name__
         raise DataError(
             f"Avro file '{file.name}'", "readable rows", reason, "Write the file again, or set source.format."
@@ -119,13 +120,3 @@ def _union(schema: Sequence[Any], name: str, named: dict[str, pa.DataType]) -> p
         shown = ", ".join(kind if isinstance(kind, str) else kind["type"] for kind in kinds)
         raise DataError(f"column '{name}' of Avro files", "one type", shown, "Write it with one type, or as a string.")
     return _type(kinds[0], name, named) if kinds else pa.null()
-
-
-def _as_text(rows: list[dict[str, Any]], schema: pa.Schema) -> list[dict[str, Any]]:
-    """Turns UUIDs in columns of text into text. fastavro makes objects of them."""
-    texts = [field.name for field in schema if pa.types.is_string(field.type)]
-    for name in texts:
-        if any(not isinstance(row[name], str | None) for row in rows):
-            for row in rows:
-                row[name] = None if row[name] is None else str(row[name])
-    return rows

@@ -234,7 +234,8 @@ def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> S
         where = f"model '{workspace.config.model_name}', version {champion.version}"
         raise RegistryError(where, f"its checkpoint in '{root}'", "none", "Train from scratch: scratch=true.")
     store = workspace.stored(root)
-    return Start(checkpoint=str(found), plan=plan, store=None if store is None else store.address)
+    shared = store is not None and store.read(f"{found.name}/{checkpoint.MANIFEST}") is not None
+    return Start(checkpoint=str(found), plan=plan, store=store.address if store is not None and shared else None)
 
 
 def download_champion(workspace: Workspace, champion: ChampionVersion, folder: Path) -> Path:

@@ -270,13 +270,13 @@ def load_start(spec: RankSpec, heartbeat: Heartbeat, trainer: Trainer) -> None:
     """
     assert spec.start is not None
     folder = Path(spec.start.checkpoint)
-    if not folder.exists() and spec.start.store is not None:
+    if spec.start.store is not None:  # also if there is a copy: it may be of an earlier training of that name
         store = ObjectFolder(spec.start.store, spec.train.warehouse.catalog, heartbeat.progress)
         StoredCheckpoints(folder.parent, store).fetch(folder.name)
     if not folder.exists():
         raise CheckpointError(
             f"checkpoint '{folder}'", "a folder that every host of the ranks sees", "none on this one",
-            "Share the home among the hosts, or set storage.path.",
+            "Share the home among the hosts, or train from scratch.",
         )  # fmt: skip
     if spec.start.plan.hash == spec.train.plan.hash:
         trainer.start_from(folder)

@@ -226,7 +226,10 @@ def open_service(workspace: Workspace, job: TrainingJob) -> Iterator[Service | N
         preprocessing = preprocessing.model_copy(update={"transport": "network"})
     data: dict[str, DataSpec] = {part: spec for part, spec in job.data.items() if part != "test"}
     folder = Path(job.folder) / SERVICE_FOLDER
-    with Service(data, preprocessing, folder, log.warning) as service:
+    training, on_cluster = workspace.config.training, preprocessing.ray_address is not None
+    shared = on_cluster and training.launcher == preprocessing.executor == "ray"
+    reserved = training.world_size * (training.threads_per_rank or 1) if shared else 0
+    with Service(data, preprocessing, folder, log.warning, reserved) as service:
         log.info("preprocessing workers: process ids in %s", folder / WORKERS_FILE)
         yield service
 

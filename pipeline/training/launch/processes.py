@@ -159,7 +159,7 @@ def run_alone(module: str, word: str, spec: BaseModel, folder: Path, threads: in
         raise read_error(folder / ERROR)
     remedy = f"Run the command again. See {path}."
     if code != 0:
-        raise TrainingError(f"process '{word}'", "to end with an answer", _last_words(code, path), remedy)
+        raise TrainingError(f"process '{word}'", "to end with an answer", last_words(code, path), remedy)
     try:
         return json.loads((folder / ANSWER).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -360,12 +360,12 @@ def _raise_if_failed(ranks: list[ForkedProcess], folder: Path) -> None:
     rank, code = (killed or failed)[0]
     path = folder / f"rank-{rank}.log"
     raise RankLostError(
-        f"rank {rank}", "to train to the end", _last_words(code, path),
+        f"rank {rank}", "to train to the end", last_words(code, path),
         f"Run the command again to resume from the last checkpoint. See {path}.",
     )  # fmt: skip
 
 
-def _last_words(code: int, log: Path) -> str:
+def last_words(code: int, log: Path) -> str:
     """Returns how a process ended and the last line of its log."""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"

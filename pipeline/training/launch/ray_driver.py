@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import ContractError, from_wire, to_wire
 from pipeline.process import PACKAGES, die_with_parent
-from pipeline.training.launch.processes import Event, Limits, RankLostError
+from pipeline.training.launch.processes import Event, Limits, RankLostError, last_words
 
 GRACE_SECONDS = 20.0
 """Time for the process to leave Ray, which ends the ranks."""
@@ -42,14 +43,17 @@ class Driver:
     """The process, and the events that it passes on."""
 
     def __init__(self, order: Order) -> None:
+        self.log = Path(order.folder) / "ray-driver.log"
         words = [sys.executable, "-m", "pipeline.training.launch.ray_driver", str(os.getpid())]
         path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"))))
-        self.process = subprocess.Popen(
-            words, cwd=order.root, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, start_new_session=True,  # an interrupt from the keyboard is for the training, which ends this
-        )  # fmt: skip
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                words, cwd=order.root, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=log, text=True,
+                start_new_session=True,  # an interrupt from the keyboard is for the training, which ends this
+            )  # fmt: skip
         assert self.process.stdin is not None
-        with self.process.stdin as given:
+        with suppress(BrokenPipeError), self.process.stdin as given:  # if it has ended, `next_line` says so
             given.write(order.model_dump_json())
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -75,8 +79,8 @@ class Driver:
     def fail(self) -> NoReturn:
         """Raises the error of a process that ended without a result."""
         raise RankLostError(
-            "the ranks' connection to Ray", "to last until they have ended", f"exit code {self.process.wait()}",
-            "Run the command again to resume from the last checkpoint. Ray keeps the logs of its workers.",
+            "the ranks' connection to Ray", "to last until they have ended", last_words(self.process.wait(), self.log),
+            f"Run the command again to resume from the last checkpoint. See {self.log}.",
         )  # fmt: skip
 
     def end(self) -> None:
@@ -91,7 +95,8 @@ class Driver:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.put(line)
+            if line.endswith("\n"):  # it may be killed in the middle of a line
+                self.lines.put(line)
         self.lines.put(None)
 
 

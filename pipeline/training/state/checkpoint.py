@@ -448,13 +448,33 @@ def gather_whole(tensors: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor | 
     first = dist.get_rank() == 0
     for name, tensor in tensors.items():
         if hasattr(tensor, "local_shards"):
-            where = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            out = torch.empty(tuple(tensor.size()), dtype=tensor.dtype, device=where) if first else None
-            tensor.gather(dst=0, out=out)
-            yield name, out.cpu() if out is not None else None
-            del out
+            yield name, _gather_shards(tensor)
         else:
             yield name, tensor.detach().cpu().clone() if first else None
+
+
+def _gather_shards(tensor: Any) -> torch.Tensor | None:
+    """Sends the shards of a tensor to rank 0, one after another, and returns the whole there.
+
+    The tensor's own `gather` would take memory for a shard of the largest size on each rank, and for one of each rank
+    on rank 0.
+    """
+    rank, where = dist.get_rank(), "cuda" if dist.get_backend() == "nccl" else "cpu"
+    own = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor.local_shards()}
+    whole = torch.empty(tuple(tensor.size()), dtype=tensor.dtype) if rank == 0 else None
+    for part in tensor.metadata().shards_metadata:
+        owner = part.placement.rank()
+        if whole is not None:
+            shard = own.get(tuple(part.shard_offsets))
+            if shard is None:
+                shard = torch.empty(part.shard_sizes, dtype=tensor.dtype, device=where)
+                dist.recv(shard, owner)
+            spans = zip(part.shard_offsets, part.shard_sizes, strict=True)
+            whole[tuple(slice(start, start + size) for start, size in spans)] = shard.cpu()
+            del shard
+        elif owner == rank:
+            dist.send(own[tuple(part.shard_offsets)].contiguous(), 0)
+    return whole
 
 
 def _damaged(folder: Path, expected: str, actual: str) -> CheckpointError:

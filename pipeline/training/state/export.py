@@ -1,4 +1,4 @@
-"""Writes the weights of a sharded model to one file. No rank ever holds more than one whole table."""
+"""Writes the weights of a sharded model to one file. One whole table at a time is in memory, and only on rank 0."""
 
 import hashlib
 import json

@@ -126,10 +126,13 @@ def pool_weighted(
 
 
 @compiled
-def _scale(vector: np.ndarray, factor: np.float32, out: np.ndarray) -> None:
-    """Rounds each product, as `pool_weighted` does."""
+def _scale(vector: np.ndarray, factor: np.float32, limit: np.float32, out: np.ndarray) -> None:
+    """Rounds each product, as `pool_weighted` does, and clips it."""
     for e in range(len(vector)):
         out[e] = vector[e] * factor
+    if limit < np.inf:
+        for e in range(len(vector)):
+            out[e] = min(max(out[e], -limit), limit)
 
 
 @compiled_fast
@@ -253,7 +256,7 @@ def update(
                     source = gradient[b * stride + column : b * stride + column + width]
                     for e in range(width):
                         vector[e] = source[e] * share
-                    if limit < np.inf:
+                    if limit < np.inf and id_weights is None:
                         for e in range(width):
                             vector[e] = min(max(vector[e], -limit), limit)
                     coming_vector = (b + 1) * stride + column
@@ -269,7 +272,7 @@ def update(
                             if id_weights is None:
                                 _add(sums, slot * width, vector)
                             else:
-                                _scale(vector, id_weights[j], scaled)
+                                _scale(vector, id_weights[j], limit, scaled)
                                 _add(sums, slot * width, scaled)
                         elif slot == UNSEEN and seen < room:
                             slots[first_row + row] = seen
@@ -277,7 +280,7 @@ def update(
                             if id_weights is None:
                                 sums[seen * width : (seen + 1) * width] = vector
                             else:
-                                _scale(vector, id_weights[j], sums[seen * width : (seen + 1) * width])
+                                _scale(vector, id_weights[j], limit, sums[seen * width : (seen + 1) * width])
                             seen += 1
                         elif slot == UNSEEN and resume.member == end.member:
                             resume = Cursor(m, b)

@@ -56,21 +56,12 @@ def weights_of(offsets: Ids, scores: Floats, score_offsets: Ids, stored_offsets:
 
 
 @compiled
-def divide_by_sums(weights: Weights, offsets: Ids) -> int:
-    """Divides the weights of each list by their sum, in place. A list whose sum is 0 gets zeros.
-
-    Returns:
-        Number of weights other than 0 that became 0, because their sum is 0 or the quotient is too large.
-    """
-    changed = 0
+def divide_by_sums(weights: Weights, offsets: Ids) -> None:
+    """Divides the weights of each list by the sum of their absolute values, in place. Zeros stay zeros."""
     for i in range(len(offsets) - 1):
         total = 0.0
         for j in range(offsets[i], offsets[i + 1]):
-            total += weights[j]
-        for j in range(offsets[i], offsets[i + 1]):
-            share = np.float32(weights[j] / total) if total != 0.0 else np.float32(0.0)
-            if not np.isfinite(share):
-                share = np.float32(0.0)
-            changed += weights[j] != 0.0 and share == 0.0
-            weights[j] = share
-    return changed
+            total += abs(weights[j])
+        if total > 0.0:
+            for j in range(offsets[i], offsets[i + 1]):
+                weights[j] = np.float32(weights[j] / total)

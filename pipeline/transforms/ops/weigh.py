@@ -33,7 +33,7 @@ class Weigh(Op):
     makes = "sparse"
     kind: Literal["weigh"] = "weigh"
     mean: bool = False
-    """Whether to divide the weights of a list by their sum."""
+    """Whether to divide the weights of a list by the sum of their absolute values."""
 
     def apply(self, columns: Sequence["Column"], counts: Counts) -> "Column":
         import numpy as np
@@ -47,6 +47,6 @@ class Weigh(Op):
             _, scores, stored = columns
             weights, changed = weights_of(offsets, scores.values, list_offsets(scores), list_offsets(stored))
         if self.mean:
-            changed += divide_by_sums(weights, offsets)
+            divide_by_sums(weights, offsets)
         self.count(counts, changed)
         return Column(pack(ids, weights), offsets)

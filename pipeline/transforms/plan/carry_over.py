@@ -6,6 +6,7 @@ from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.dense import Standardise
 from pipeline.transforms.ops.discrete import Bucketize
 from pipeline.transforms.ops.sparse import MapId
+from pipeline.transforms.ops.weigh import Weigh
 from pipeline.transforms.plan.fit import needs_fit
 from pipeline.transforms.plan.plan import Plan
 from pipeline.transforms.plan.schedule import upstream_columns
@@ -35,6 +36,7 @@ def carry_over_fit(plan: Plan, old: Plan) -> Plan:
     A model in incremental training needs its inputs on the scale that it knows. An op that reads a column which the
     older plan's table lacked and the new one has is not carried over, because it learned nothing.
     """
+    given, plan, old = plan, _unweighed(plan), _unweighed(old)
     new = set(old.absent) - set(plan.absent)
     taught = {op.output: op for op in old.ops if not new & old.columns_of_op(op)}
     known: dict[str, PlannedOp] = {}
@@ -44,7 +46,27 @@ def carry_over_fit(plan: Plan, old: Plan) -> Plan:
         same = all(known.get(name) == taught.get(name) for name in upstream)
         fits = needs_fit(op) and before is not None and same and _unlearned(before) == op
         known[op.output] = before if fits and before is not None else op
-    return plan.model_copy(update={"ops": tuple(known[op.output] for op in plan.ops)})
+    names = _plain_names(given)
+    ops = (
+        op if isinstance(op, Weigh) else known[names.get(op.output, op.output)].bound(op.inputs, op.output)
+        for op in given.ops
+    )
+    return given.model_copy(update={"ops": tuple(ops)})
+
+
+def _plain_names(plan: Plan) -> dict[str, str]:
+    """Returns output of the last op before a Weigh -> the feature, whose name it would have without weights."""
+    made = {op.output for op in plan.ops}
+    return {op.inputs[0]: op.output for op in plan.ops if isinstance(op, Weigh) and op.inputs[0] in made}
+
+
+def _unweighed(plan: Plan) -> Plan:
+    """Returns the plan without weights of ids: they change how rows of tables are summed, and not what ids mean."""
+    names = _plain_names(plan)
+    weighers = [op for op in plan.ops if isinstance(op, Weigh)]
+    ops = tuple(op.bound(op.inputs, names.get(op.output, op.output)) for op in plan.ops if op not in weighers)
+    direct = {op.output: op.inputs[0] for op in weighers if op.inputs[0] not in names}
+    return plan.model_copy(update={"ops": ops, "direct": {**plan.direct, **direct}})
 
 
 def _unlearned(op: PlannedOp) -> PlannedOp:
@@ -56,6 +78,7 @@ def unchanged_features(plan: Plan, old: Plan) -> set[str]:
 
     Ids keep their table rows if their vocabulary has only grown at its end.
     """
+    plan, old = _unweighed(plan), _unweighed(old)
     return {name for name in {*plan.features} & {*old.features} if _same(plan, old, name)}
 
 

@@ -128,7 +128,7 @@ class Graph:
         return name, made.limit
 
     def _is_weighted(self, group: SparseGroup) -> bool:
-        """Whether ids of a group have weights. TorchRec has no model with weights and means: a mean becomes weights."""
+        """Whether ids of a group have weights: their own, or those of a mean in a model with weights; see Weigh."""
         some = any(other.weights is not None for other in self.schema.sparse)
         return group.weights is not None or (some and group.pooling == "mean")
 

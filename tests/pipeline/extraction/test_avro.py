@@ -33,6 +33,7 @@ FIELDS: dict[str, Any] = {
     "date": {"type": "int", "logicalType": "date"},
     "cost": {"type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2},
     "raw": {"type": "fixed", "name": "Raw", "size": 2},
+    "ids": {"type": "array", "items": {"type": "string", "logicalType": "uuid"}},
 }
 ROWS: list[dict[str, Any]] = [
     {
@@ -40,25 +41,26 @@ ROWS: list[dict[str, Any]] = [
         "items": [1, None, -(2**60)], "shares": {"a": 0.5}, "place": {"city": "Bonn"},
         "time": datetime.datetime(2024, 1, 1, 12, tzinfo=UTC), "local": datetime.datetime(2024, 1, 1, 13),
         "date": datetime.date(2024, 1, 2), "cost": decimal.Decimal("12.25"), "raw": b"\xff\x00",
+        "ids": [uuid.UUID(int=9)],
     },
     {
         "label": 0, "user": None, "price": None, "word": None, "id": None, "kind": "B", "again": "A", "items": None,
         "shares": {}, "place": {"city": ""}, "time": datetime.datetime(2024, 1, 1, 23, 59, 59, 999_000, UTC),
         "local": datetime.datetime(1969, 12, 31), "date": datetime.date(1970, 1, 1), "cost": decimal.Decimal("-0.01"),
-        "raw": b"ab",
+        "raw": b"ab", "ids": [],
     },
     {
         "label": 0, "user": 0, "price": 3, "word": "", "id": uuid.UUID(int=0), "kind": "A", "again": "A", "items": [],
         "shares": {"b": 1.0, "c": -2.0}, "place": {"city": "Ulm"}, "time": datetime.datetime(2024, 1, 1, tzinfo=UTC),
         "local": datetime.datetime(2024, 1, 1), "date": datetime.date(2024, 2, 29), "cost": decimal.Decimal(0),
-        "raw": b"  ",
+        "raw": b"  ", "ids": [uuid.UUID(int=1), uuid.UUID(int=2)],
     },
 ]  # fmt: skip
 KINDS = {
     "label": pa.int32(), "user": pa.int64(), "price": pa.float64(), "word": pa.string(), "id": pa.string(),
     "kind": pa.string(), "again": pa.string(), "items": pa.list_(pa.int64()), "shares": pa.map_(pa.string(), pa.float32()),
     "place": pa.struct({"city": pa.string()}), "time": pa.timestamp("ms", "UTC"), "local": pa.timestamp("us"),
-    "date": pa.date32(), "cost": pa.decimal128(9, 2), "raw": pa.binary(),
+    "date": pa.date32(), "cost": pa.decimal128(9, 2), "raw": pa.binary(), "ids": pa.list_(pa.string()),
 }  # fmt: skip
 
 
@@ -78,7 +80,11 @@ def test_a_copy_has_every_type_and_value(tmp_path: Path, codec: str) -> None:
     write(tmp_path / "a.avro", ROWS * 10, FIELDS, codec)
     copy = copy_as_parquet(tmp_path / "a.avro", tmp_path / "copies", {})
     found = pq.read_table(copy)
-    expected = [row | {"id": row["id"] and str(row["id"]), "shares": list(row["shares"].items())} for row in ROWS * 10]
+    expected = [
+        row
+        | {"id": row["id"] and str(row["id"]), "shares": list(row["shares"].items()), "ids": [*map(str, row["ids"])]}
+        for row in ROWS * 10
+    ]
     assert found.to_pylist() == expected
     assert dict(zip(found.schema.names, found.schema.types, strict=True)) == KINDS
 

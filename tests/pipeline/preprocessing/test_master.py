@@ -513,3 +513,17 @@ def test_a_worker_that_answers_unasked_is_replaced(play: Callable[..., Play]) ->
     assert it.executor.freed == ["unasked"]
     assert it.executor.alive == {2, 3}
     assert it.said == ["replacing worker 1 (process 1001): it sent a result that nobody had asked for"]
+
+
+def test_workers_leave_the_processors_that_ranks_reserve(data: DataSpec, tmp_path: Path) -> None:
+    class Cluster(FakeExecutor):
+        cores = 6  # type: ignore[assignment]
+
+    def make(data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
+        return Cluster(data, folder, events)
+
+    auto, three = (CONFIG.model_copy(update={"workers": number, "max_workers": None}) for number in ("auto", 3))
+    master = Master({"days": data}, auto, tmp_path, make=make, reserved=4)
+    assert master.autoscaler.most == 2
+    with pytest.raises(ConfigError, match=r"workers: expected at most 2, because ranks reserve 4 processors, got 3"):
+        Master({"days": data}, three, tmp_path, make=make, reserved=4)

@@ -98,8 +98,8 @@ def reference(
                     share = 1.0 / len(ids[bag]) if mean else 1.0
                     span = slice(columns[f], columns[f + 1])
                     out[b, span] += weight * share * tables[table][row]
-                    part = np.clip(share * gradient[b, span].double().numpy(), -limit, limit)
-                    rows[table, row] = rows.get((table, row), 0.0) + weight * part
+                    part = np.clip(weight * share * gradient[b, span].double().numpy(), -limit, limit)
+                    rows[table, row] = rows.get((table, row), 0.0) + part
         for (table, row), total in rows.items():
             w, m, v = tables[table][row], first[table][row], second[table][row]
             g = total + decay * w
@@ -130,11 +130,12 @@ def test_steps_equal_the_reference(optimizer, mean, weighted, threads):
         np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_weight_decay_and_the_limit_of_gradients(optimizer):
-    bags = make(NumbaBags, optimizer, True, 2, weight_decay=0.3, gradient_clipping=True, max_gradient=0.2)
-    train(bags)
-    _, tables = reference(optimizer, True, float(np.float32(0.3)), float(np.float32(0.2)))
+def test_weight_decay_and_the_limit_of_gradients(optimizer, weighted):
+    bags = make(NumbaBags, optimizer, not weighted, 2, weight_decay=0.3, gradient_clipping=True, max_gradient=0.2)
+    train(bags, weighted)
+    _, tables = reference(optimizer, not weighted, float(np.float32(0.3)), float(np.float32(0.2)), weighted)
     for found, expected in zip(bags.split_embedding_weights(), tables, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-4)
 

@@ -57,6 +57,26 @@ def test_a_changed_op_is_not_carried_over():
     assert unchanged_features(new.fit(lambda: [OLD]), old) == set()
 
 
+def test_weights_of_ids_leave_tables_and_fits_as_they_are():
+    """Where one feature gets weights, a mean becomes one, too. Neither changes what a row of a table means."""
+    table = OLD.append_column("label", pa.array([0, 1, 0, 1])).append_column("u_scores", pa.array([[1.0]] * 4))
+
+    def groups(weights: str | None) -> Plan:
+        users = SparseGroup(columns=("u",), transforms=(SigridHash(size=8),), weights=weights)
+        others = SparseGroup(
+            columns=("v",), pooling="mean", transforms=(MapId(size=4, unknown=4), Clamp(low=0, high=3))
+        )
+        return build_plan(FeatureSchema(sparse=(users, others)), table.schema)
+
+    plain, weighted = groups(None).fit(lambda: [OLD]), groups("u_scores")
+    taught = carry_over_fit(weighted, plain)
+    assert taught.unfitted() == []
+    assert [op.kind for op in taught.ops] == [op.kind for op in weighted.ops]
+    assert taught == weighted.fit(lambda: [table])
+    assert unchanged_features(taught, plain) == unchanged_features(plain, taught) == {"u", "v"}
+    assert carry_over_fit(groups(None), taught) == plain
+
+
 def test_a_hash_of_another_size_means_something_else():
     old, new = (plan(None, [], {"u": (SigridHash(size=size),), "v": (SigridHash(size=8),)}) for size in (8, 16))
     assert unchanged_features(new, old) == {"v"}

@@ -53,7 +53,7 @@ def expected_weights(ids: Any, scores: Any, mean: bool) -> list[float]:
     kept = [as_float32(score) for score in scores[:LIMIT]]
     if not mean:
         return kept
-    total = math.fsum(kept)
+    total = math.fsum(map(abs, kept))
     return [weight / total if total else 0.0 for weight in kept]
 
 
