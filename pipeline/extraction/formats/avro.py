@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.files import SourceFile, address_of
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, ContractError, DataError
 from storage.objects import open_file
 
 AVRO = re.compile(r"\.avro$", re.IGNORECASE)
@@ -28,8 +28,8 @@ LOGICAL = {
     "local-timestamp-millis": pa.timestamp("ms"), "local-timestamp-micros": pa.timestamp("us"),
 }  # fmt: skip
 """Logical types whose values fastavro returns as Arrow takes them."""
-WIDER = ("int", "long", "float", "double")
-"""A reader may take each as any later one, as Avro's rules of schema resolution say."""
+NUMBERS = ("int", "long", "float", "double")
+"""Types that a column may mix. Whole numbers alone are read as long, and any others as double."""
 
 
 def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str]) -> Path:
@@ -49,15 +49,17 @@ def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str
             "Run: make setup EXTRAS=avro, or install fastavro.",
         )
     from fastavro.read import LOGICAL_READERS, reader
+    from fastavro.schema import parse_schema
 
     LOGICAL_READERS["string-uuid"] = lambda text, *schemas: text  # otherwise an object, which Arrow does not take
     copy = folder / re.sub(r"^\w+:/+|^/+", "", address_of(file))
     copy.parent.mkdir(parents=True, exist_ok=True)
-    with open_file(address_of(file), properties) as opened, _explained(file):
+    with _explained(file), open_file(address_of(file), properties) as opened:
         rows: Any = reader(opened)
-        if not isinstance(rows.writer_schema, dict) or rows.writer_schema["type"] != "record":
+        written = parse_schema(rows.writer_schema)  # with full names: a file may leave their namespace out
+        if not isinstance(written, dict) or written["type"] != "record":
             raise DataError(f"Avro file '{file.name}'", "records", "values of another type", "Name another file.")
-        schema = pa.schema(_fields(rows.writer_schema, {}))
+        schema = pa.schema(_fields(written, {}))
         with pq.ParquetWriter(copy, schema, compression="lz4") as out:
             while taken := list(itertools.islice(rows, ROWS_AT_ONCE)):
                 out.write_table(pa.Table.from_pylist(taken, schema))
@@ -69,7 +71,7 @@ def _explained(file: SourceFile) -> Iterator[None]:
     """Turns whatever a damaged file makes fastavro raise into one sentence."""
     try:
         yield
-    except (ConfigError, DataError):
+    except ContractError:
         raise
     except Exception as error:  # a store's or a disk's, too
         reason = f"{error}".splitlines()[0].rstrip(".") if f"{error}" else type(error).__name__
@@ -95,7 +97,8 @@ def _type(schema: Any, name: str, named: dict[str, pa.DataType]) -> pa.DataType:
         return PRIMITIVE[schema] if schema in PRIMITIVE else named[schema]
     kind, logical = schema["type"], schema.get("logicalType")
     if logical == "decimal":
-        return pa.decimal128(schema["precision"], schema.get("scale", 0))
+        found = pa.decimal128(schema["precision"], schema.get("scale", 0))
+        return named.setdefault(schema["name"], found) if kind == "fixed" else found
     if logical in LOGICAL:
         return LOGICAL[logical]
     if kind == "array":
@@ -103,19 +106,16 @@ def _type(schema: Any, name: str, named: dict[str, pa.DataType]) -> pa.DataType:
     if kind == "map":
         return pa.map_(pa.string(), _type(schema["values"], name, named))
     if kind in ("record", "enum", "fixed"):
-        found = pa.string() if kind == "enum" else pa.binary()
-        if kind == "record":
-            found = pa.struct(_fields(schema, named))
-        named[schema["name"]] = found
-        return found
+        found = pa.struct(_fields(schema, named)) if kind == "record" else PRIMITIVE.get(kind, pa.binary())
+        return named.setdefault(schema["name"], found)
     return _type(kind, name, named)
 
 
 def _union(schema: Sequence[Any], name: str, named: dict[str, pa.DataType]) -> pa.DataType:
     """Returns the type of a union: of one type and null, or of numbers."""
     kinds = [kind for kind in schema if kind != "null"]
-    if len(kinds) > 1 and all(kind in WIDER for kind in kinds):
-        return PRIMITIVE[max(kinds, key=WIDER.index)]
+    if len(kinds) > 1 and all(kind in NUMBERS for kind in kinds):
+        return pa.int64() if {*kinds} <= {"int", "long"} else pa.float64()
     if len(kinds) > 1:
         shown = ", ".join(kind if isinstance(kind, str) else kind["type"] for kind in kinds)
         raise DataError(f"column '{name}' of Avro files", "one type", shown, "Write it with one type, or as a string.")

@@ -26,7 +26,7 @@ GRACE_SECONDS = 20.0
 
 
 class Order(BaseModel, frozen=True):
-    """What the process is told on its standard input."""
+    """The ranks to run. The process reads it from its standard input."""
 
     module: str
     folder: str

@@ -271,11 +271,6 @@ def _cluster(address: str | None, processors: int) -> Iterator[None]:
     """Connects to the cluster or starts a local one. Our workers end with the connection."""
     import ray
 
-    if ray.is_initialized():
-        raise ConfigError(
-            "training.launcher 'ray'", "a process without a connection to Ray", "a connected one",
-            "Train in a separate process, or call ray.shutdown() first.",
-        )  # fmt: skip
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray stores one in the user's home
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}

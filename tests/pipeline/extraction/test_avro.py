@@ -2,6 +2,8 @@
 
 import datetime
 import decimal
+import io
+import json
 import sys
 import uuid
 from pathlib import Path
@@ -73,6 +75,37 @@ def write(path: Path, rows: list[dict[str, Any]], fields: dict[str, Any], codec:
     }
     with path.open("wb") as file:
         fastavro.writer(file, schema, rows, codec=codec, sync_interval=100)
+
+
+def test_names_are_resolved_as_other_writers_leave_them(tmp_path: Path) -> None:
+    """Java writes names without their namespace. A decimal may have a name, and a number several types."""
+    money = {"type": "fixed", "name": "Money", "size": 4, "logicalType": "decimal", "precision": 9, "scale": 2}
+    inner = {
+        "type": "record",
+        "name": "Inner",
+        "namespace": "com.other",
+        "fields": [{"name": "kind", "type": "com.shop.Kind"}],
+    }
+    fields = {
+        "kind": {"type": "enum", "name": "Kind", "symbols": ["A", "B"]}, "again": ["null", "Kind"], "cost": money,
+        "tax": "Money", "inner": inner, "name": {"type": "string", "avro.java.string": "String"}, "n": ["long", "float"],
+    }  # fmt: skip
+    schema = {"type": "record", "name": "Row", "namespace": "com.shop"}
+    schema["fields"] = [{"name": name, "type": kind} for name, kind in fields.items()]  # type: ignore[assignment]
+    row = {"kind": "A", "again": "B", "cost": decimal.Decimal("1.25"), "tax": decimal.Decimal("-0.50")}
+    row |= {"inner": {"kind": "B"}, "name": "x", "n": 2**30 + 1}
+    parsed, body, head = fastavro.parse_schema(schema), io.BytesIO(), io.BytesIO()
+    fastavro.schemaless_writer(body, parsed, row)
+    meta = {"avro.schema": json.dumps(schema).encode(), "avro.codec": b"null"}
+    fastavro.schemaless_writer(head, {"type": "map", "values": "bytes"}, meta)
+    block = io.BytesIO()
+    for number in (1, len(body.getvalue())):
+        fastavro.schemaless_writer(block, "long", number)
+    sync = bytes(16)
+    (tmp_path / "a.avro").write_bytes(b"Obj\x01" + head.getvalue() + sync + block.getvalue() + body.getvalue() + sync)
+    found = pq.read_table(copy_as_parquet(tmp_path / "a.avro", tmp_path / "copies", {}))
+    assert found.to_pylist() == [row]
+    assert found.schema.field("n").type == pa.float64()
 
 
 @pytest.mark.parametrize("codec", ["null", "deflate", "snappy", "zstandard"])
