@@ -48,6 +48,7 @@ EXECUTION_KEYS = {
         "checkpoint_every_seconds",
         "checkpoint_async",
         "keep_checkpoints",
+        "least_ranks",
         "restart_limit",
         "hang_seconds",
         "deadline_seconds",

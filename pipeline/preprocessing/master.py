@@ -134,18 +134,18 @@ class Master:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.executor = (make or partial(make_executor, network=network))(data, config, folder, self.events)
         self.inline = isinstance(self.executor, InlineExecutor)
-        cores = self.executor.cores
-        if reserved and cores is not None:
-            cores = max(cores - reserved, 1)
-            if config.workers != "auto" and config.workers > cores:
-                self.executor.close()
-                raise ConfigError(
-                    "preprocessing.workers", f"at most {cores}, because ranks reserve {reserved} processors",
-                    f"{config.workers}", "Start fewer, or add nodes.",
-                )  # fmt: skip
-        most = config.max_workers or cores if config.workers == "auto" else config.workers
+        self.reserved = reserved
+        room = self._count_room()
+        if reserved and room is not None and config.workers != "auto" and config.workers > room:
+            self.executor.close()
+            raise ConfigError(
+                "preprocessing.workers", f"at most {room}, because ranks reserve {reserved} processors",
+                f"{config.workers}", "Start fewer, or add nodes.",
+            )  # fmt: skip
+        most = config.max_workers or room if config.workers == "auto" else config.workers
         self.autoscaler = Autoscaler(most or config.most_workers)
         self.autoscaler.workers = 1 if config.workers == "auto" or self.inline else config.workers
+        self.room, self.room_known = self.autoscaler.most, self.clock()
         self.fragments: dict[str, list[Fragment]] = {}
         self.streams: list[Stream] = []
         self.left: dict[Request, set[int]] = {}
@@ -379,9 +379,21 @@ class Master:
         waited = (worker.since for worker in self.workers.values() if worker.item is not None or not worker.ready)
         self.heard_since = min(waited, default=now)
 
+    def _count_room(self) -> int | None:
+        """Returns how many workers the cluster has processors for besides the ranks. None: it is this machine."""
+        cores = self.executor.cores
+        return max(cores - self.reserved, 1) if cores is not None and self.reserved else cores
+
+    @property
+    def wanted_workers(self) -> int:
+        """Number of workers to have. Those of a lost node are replaced only where ranks leave processors."""
+        return min(self.autoscaler.workers, self.room)
+
     def _scale(self) -> None:
         """Starts missing workers and periodically rescales the pool."""
         now = self.clock()
+        if self.reserved and now - self.room_known >= PERIOD_SECONDS:
+            self.room, self.room_known = self._count_room() or self.room, now
         self.period.seconds = now - self.period_began
         if self.config.workers == "auto" and not self.inline and self.period.seconds >= PERIOD_SECONDS:
             if all(
@@ -389,12 +401,12 @@ class Master:
             ):  # otherwise the period shows the output of too few
                 self.autoscaler.after(self.period)
             self.period, self.period_began = Period(0.0, 0.0, 0, 0.0, 0, idle=False), now
-        while len(self.workers) < self.autoscaler.workers:
+        while len(self.workers) < self.wanted_workers:
             self.started += 1
             self.executor.start(self.started)
             self.workers[self.started] = _Worker(self.started, now)
             self.totals.most_workers = max(self.totals.most_workers, len(self.workers))
-        if len(self.workers) <= self.autoscaler.workers:
+        if len(self.workers) <= self.wanted_workers:
             return
         for worker in self._spare_workers():
             kept = self._kept_by(worker.number)
@@ -408,7 +420,7 @@ class Master:
             workers.reverse()
         else:
             workers = [worker for worker in workers if worker.item is None and worker.ready]
-        return workers[: max(len(self.workers) - self.autoscaler.workers, 0)]
+        return workers[: max(len(self.workers) - self.wanted_workers, 0)]
 
     def _kept_by(self, worker: int) -> Callable[[Any], bool]:
         """Returns whether a result is kept by a worker, as a function."""

@@ -74,6 +74,7 @@ class RayExecutor(Executor):
             _connect(config, self.temporary.name)
         self.processors = 1 if config.ray_address is not None else 0
         self.resources, self.labels = dict(config.resources), dict(config.labels)
+        self.known_cores: int | None = None
         self.here = ray.get_runtime_context().get_node_id()
         self.actors: dict[int, Any] = {}
         self.slabs = Slabs()
@@ -88,7 +89,11 @@ class RayExecutor(Executor):
 
     @property
     def cores(self) -> int | None:
-        return sum(map(self._room, ray.nodes())) if self.processors else None
+        if not self.processors:
+            return None
+        with suppress(RayError):  # the head may not answer for a while: nothing is known to have changed
+            self.known_cores = sum(map(self._room, ray.nodes()))
+        return self.known_cores
 
     def _room(self, node: Mapping[str, Any]) -> int:
         """Returns how many workers a node has room for."""

@@ -121,6 +121,9 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Cuts each global batch into this many lanes, a multiple of `world_size`, and adds their gradients in one order.
     The weights then are the same bit for bit for every world size that divides this number, every sharding plan that is
     not refused and every number of threads, on CPUs of one kind. None: the last bits depend on these."""
+    least_ranks: PositiveInt | None = None
+    """Fewest ranks with which a training on a Ray cluster goes on when hosts are lost and not replaced within a minute.
+    The weights stay the same, so it needs `lanes`. None: it waits for `world_size` ranks."""
     batch_rows: PositiveInt = 2_048
     """Rows of a step over all ranks."""
     epochs: PositiveInt = 1
@@ -232,6 +235,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             self._require_shareable()
         if self.lanes is not None:
             self._require_lanes(self.lanes)
+        if self.least_ranks is not None:
+            self._require_elastic(self.least_ranks)
         by_column = sorted(requested_sharding_types(self.sharding) & COLUMN_SHARDING)
         if by_column and self.table_optimizer == "rowwise_adagrad":
             raise ConfigError(
@@ -309,6 +314,32 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 "table_wise, or column_wise or table_column_wise with an element-wise table optimizer",
                 f"{inexact[0]}, {INEXACT_REASON[inexact[0]]}", "Change it, or leave out lanes.",
             )  # fmt: skip
+
+    def _require_elastic(self, least: int) -> None:
+        """Refuses settings with which fewer ranks cannot go on, or would end with other weights."""
+        rules = {
+            "launcher": (self.launcher == "ray", "ray, which knows the room of its nodes"),
+            "lanes": (self.lanes is not None, "a number: the weights then do not depend on the ranks"),
+            "world_size": (self.world_size >= least, "at least as many"),
+        }
+        for key, (fits, expected) in rules.items():
+            if not fits:
+                raise ConfigError(
+                    f"training.{key} with least_ranks={least}", expected, f"{getattr(self, key)}",
+                    "Change it, or leave out least_ranks.",
+                )  # fmt: skip
+
+    @property
+    def rank_numbers(self) -> tuple[int, ...]:
+        """Numbers of ranks with which the training may run, the largest first.
+
+        Example:
+            >>> TrainConfig(world_size=4, launcher="ray", lanes=8, least_ranks=1).rank_numbers
+            (4, 2, 1)
+        """
+        if self.least_ranks is None or self.lanes is None:
+            return (self.world_size,)
+        return tuple(n for n in range(self.world_size, self.least_ranks - 1, -1) if self.lanes % n == 0)
 
     @property
     def ray_resources(self) -> dict[str, float]:

@@ -30,9 +30,13 @@ class Cluster:
         self._start(self.head, ["--head", f"--port={PORT}", "--num-cpus=0", *system])
         self.nodes: dict[str, Host] = {}
         for name, own in resources.items():
-            self.nodes[name] = network.add(name)
-            words = ["--num-cpus=2", "--resources", json.dumps(own), f"--labels=host={name}"]
-            self._start(self.nodes[name], [f"--address={self.address}", *words])
+            self.add(name, own)
+
+    def add(self, name: str, resources: Mapping[str, float]) -> None:
+        """Adds a node."""
+        self.nodes[name] = self.head.network.add(name)
+        words = ["--num-cpus=2", "--resources", json.dumps(resources), f"--labels=host={name}"]
+        self._start(self.nodes[name], [f"--address={self.address}", *words])
 
     def run(self, module: str, *words: str, timeout: float = 280) -> str:
         """Runs a module of ours on the head, connected to the cluster, and returns what it printed."""

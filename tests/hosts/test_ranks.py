@@ -1,10 +1,12 @@
 """Ranks on two hosts train as ranks on one."""
 
 import json
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan
 from tests.hosts.cluster import Cluster
+from tests.hosts.rig import Network
 from tests.objects import SERVE, Store
 from tests.pipeline.conftest import SETTINGS, Run, completed
 
@@ -80,6 +83,43 @@ def test_ranks_on_two_hosts_without_a_common_folder_train_as_processes_of_one(
     for node in cluster.nodes.values():
         assert "grown" not in node.run(["ls", f"{later['two hosts'].folder}/checkpoints"]).split()
     assert [one for one in left if "/grown/" in one] == []
+
+
+@pytest.mark.parametrize("fate", ["lost", "replaced"])
+def test_a_training_in_lanes_outlives_a_host(
+    fate: str, make_network: Callable[[], Network], rank_spec: Callable[..., RankSpec], tmp_path: Path
+) -> None:
+    """It goes on with fewer ranks, or on the host that replaces it, and ends with the weights of an undisturbed one."""
+    pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
+    settings: dict[str, Any] = SETTINGS | {"lanes": 4, "checkpoint_async": False}
+    expected = completed(rank_spec(tmp_path / "undisturbed", **settings | {"world_size": 1})).result
+    places = {"launcher": "ray", "resources": {"place": 1}, "world_size": 2, "least_ranks": 1}
+    spec = rank_spec(tmp_path / "run", **settings | places)
+    path = tmp_path / "given.json"
+    path.write_text(spec.model_dump_json())
+    cluster = Cluster(make_network(), secrets.token_hex(16), {"one": {"place": 1}, "two": {"place": 1}})
+    words = [sys.executable, "-m", "tests.hosts.ray_ranks", str(path), cluster.address]
+    said: list[dict[str, Any]] = []
+    with cluster.head.start(words, cluster.environment, stdout=subprocess.PIPE, text=True) as training:
+        try:
+            for line in training.stdout:
+                if not line.startswith("{"):  # Ray says that a node is gone
+                    continue
+                said.append(json.loads(line))
+                if said[-1].get("event") == "saved" and "two" in cluster.nodes:
+                    cluster.nodes.pop("two").kill()
+                    if fate == "replaced":
+                        cluster.add("three", {"place": 1})
+        finally:
+            training.kill()
+    found = said[-1]
+    assert found["world_size"] == (1 if fate == "lost" else 2)
+    assert [one["event"] for one in said if one.get("event") == "resumed"] == ["resumed"]
+    warned = [one["text"] for one in said if one.get("event") == "warning"]
+    less = "the cluster has no room for 2 ranks: training goes on with 1"
+    assert warned == ([less] if fate == "lost" else [])
+    for name in ("weights_sha256", "valid_ne", "steps", "rows"):
+        assert found[name] == expected[name]
 
 
 def without_lists(spec: RankSpec, folder: str, source: Path | str, store: str | None) -> RankSpec:

@@ -164,7 +164,20 @@ def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
     spec = RankSpec.model_validate_json(text)
     logging.disable(logging.WARNING)
     rank = dist.get_rank()
-    train(spec, rank, start_group(spec.training, rank), emit)
+    device = start_group(spec.training, rank)
+    train(fit_group(spec, emit), rank, device, emit)
+
+
+def fit_group(spec: RankSpec, emit: Callable[[dict[str, Any]], None]) -> RankSpec:
+    """Returns the spec for the ranks that there are. If they are fewer than planned for, rank 0 plans their tables."""
+    there, wanted = dist.get_world_size(), spec.training.world_size
+    if there == wanted:
+        return spec
+    emit({"event": "warning", "text": f"the cluster has no room for {wanted} ranks: training goes on with {there}"})
+    spec = spec.model_copy(update={"training": spec.training.model_copy(update={"world_size": there})})
+    plans = [plan_placement(spec, measure_uses(spec)).placement if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(plans)
+    return spec.model_copy(update={"placement": plans[0]})
 
 
 def train(

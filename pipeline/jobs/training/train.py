@@ -192,7 +192,10 @@ def _launch(
     launch = follow_ranks if training.launcher == "external" else run_ranks
     if training.launcher == "ray":
         address = workspace.config.preprocessing.ray_address
-        launch = partial(run_ranks_on_ray, address=address, resources=training.ray_resources, labels=training.labels)
+        launch = partial(
+            run_ranks_on_ray, address=address, resources=training.ray_resources, labels=training.labels,
+            fewer=training.rank_numbers[1:],
+        )  # fmt: skip
     world, threads = training.world_size, training.threads_per_rank
     return launch("pipeline.jobs.training.rank", spec, folder, world, threads, limits, on_event, ROOT)
 

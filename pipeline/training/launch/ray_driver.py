@@ -31,6 +31,7 @@ class Order(BaseModel, frozen=True):
     module: str
     folder: str
     world_size: int
+    fewer: tuple[int, ...]
     threads: int
     attempt: int
     root: str
@@ -127,8 +128,10 @@ def _run(order: Order, pass_on: Callable[[str], None]) -> None:
             event = json.loads(line)
             return event if event.get("event") == "result" else None
 
-    places = {"address": order.address, "resources": order.resources, "labels": order.labels}
-    group = Passing(Path(order.folder), Limits(), None, lambda event: None, 0, **places)  # type: ignore[arg-type]
+    group = Passing(
+        Path(order.folder), Limits(), None, lambda event: None, 0, address=order.address, resources=order.resources,
+        labels=order.labels, fewer=order.fewer,
+    )  # fmt: skip
     group.run_here(order.module, order.world_size, order.threads, order.attempt)
 
 

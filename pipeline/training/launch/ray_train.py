@@ -7,7 +7,8 @@ import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,10 @@ from storage.scratch import ScratchFolder
 STORE_BYTES = 128 << 20
 """Object store of a temporary cluster. Ranks keep nothing there."""
 MEETING_SECONDS = 1_800
+ROOM_SECONDS = 60.0
+"""Time for a lost node to be replaced, before a training that may do so goes on with fewer ranks."""
+LESS_ROOM_SECONDS = 5.0
+"""Time for Ray to find room for a smaller number of ranks. By then it has noticed that a node is gone."""
 
 
 def run_ranks_on_ray(
@@ -47,6 +52,7 @@ def run_ranks_on_ray(
     address: str | None,
     resources: Mapping[str, float] | None = None,
     labels: Mapping[str, str] | None = None,
+    fewer: Sequence[int] = (),
 ) -> Event:
     """Runs ranks as `run_ranks` does, but as Ray workers that rendezvous on rank 0's machine. Leaves no rank behind.
 
@@ -58,6 +64,7 @@ def run_ranks_on_ray(
         address: Address of the cluster. None starts one on this machine.
         resources: What Ray reserves for each rank on its node, besides processors. With a GPU, ranks meet over nccl.
         labels: Labels of the nodes for ranks, as Ray selects them.
+        fewer: Other numbers of ranks, the largest first, if a cluster has no room for `world_size` within ROOM_SECONDS.
     Raises:
         ConfigError: If Ray is not installed.
         ContractError: The error that a rank raised.
@@ -65,7 +72,7 @@ def run_ranks_on_ray(
     """
     require_ray()
     threads = threads_per_rank or (1 if address else None)
-    group = partial(RayGroup, address=address, resources=resources or {}, labels=labels or {})
+    group = partial(RayGroup, address=address, resources=resources or {}, labels=labels or {}, fewer=fewer)
     return run_ranks(module, spec, folder, world_size, threads, limits, on_event, root, group)
 
 
@@ -91,6 +98,7 @@ class RayGroup(RankGroup):
     """Address of the cluster. None starts one on this machine."""
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    fewer: Sequence[int] = ()
     spec: str = ""
     letters: Any = None
     """Queue for the specification, sealed for each rank."""
@@ -102,9 +110,8 @@ class RayGroup(RankGroup):
         if not ray.is_initialized():
             return self.run_here(module, world_size, threads, attempt)
         order = Order(
-            module=module, folder=str(self.folder), world_size=world_size, threads=threads, attempt=attempt,
-            root=str(root), address=self.address, resources=self.resources,
-            labels=self.labels,
+            module=module, folder=str(self.folder), world_size=world_size, fewer=self.fewer, threads=threads,
+            attempt=attempt, root=str(root), address=self.address, resources=self.resources, labels=self.labels,
         )  # fmt: skip
         driver = Driver(order)
         try:
@@ -125,19 +132,49 @@ class RayGroup(RankGroup):
 
     def run_here(self, module: str, world_size: int, threads: int, attempt: int) -> Event:
         """Runs the ranks over a connection to Ray that this process opens."""
+        import ray
+
         spec = (self.folder / "spec.json").read_text(encoding="utf-8")
         with _cluster(self.address, world_size * threads):
             from ray.util.queue import Queue
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            lines, self.letters = (Queue(actor_options={"num_cpus": 0}) for _ in range(2))
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            options = {"num_cpus": 0, "scheduling_strategy": here}  # elsewhere the queues could be lost with their node
+            lines, self.letters = (Queue(actor_options=options) for _ in range(2))
             self.spec = spec
             body = {"module": module, "threads": threads, "attempt": attempt, "events": lines, "letters": self.letters}
-            fit = _Fit(body, self.folder, world_size, {"CPU": threads, **self.resources}, self.labels)
+            bundle = {"CPU": float(threads), **self.resources}
+            fit = _Fit(body, self.folder, self.find_room(world_size, bundle), bundle, self.labels)
             fit.start()
             try:
                 return self.watch_fit(fit, lines)
             finally:
                 shutil.rmtree(self.folder / "ray", ignore_errors=True)
+
+    def find_room(self, world_size: int, bundle: dict[str, float]) -> int:
+        """Returns the largest allowed number of ranks that there is room for. Ray waits for room for the smallest."""
+        *larger, least = (world_size, *self.fewer)
+        for number in larger:
+            if self._has_room(number, bundle, ROOM_SECONDS if number == world_size else LESS_ROOM_SECONDS):
+                return number
+        return least
+
+    def _has_room(self, number: int, bundle: dict[str, float], seconds: float) -> bool:
+        """Asks Ray for the ranks' processors and resources and gives them back."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        selectors = [dict(self.labels)] * number if self.labels else None
+        group = placement_group([bundle] * number, bundle_label_selector=selectors)
+        end = time.monotonic() + seconds
+        try:
+            while time.monotonic() < end:
+                if group.wait(1):  # in whole seconds
+                    return True
+                self.check_time()
+            return False
+        finally:
+            remove_placement_group(group)
 
     def handle_line(self, line: str | None) -> Event | None:
         """See `RankGroup`. Raises the error that an event holds."""

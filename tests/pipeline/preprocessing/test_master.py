@@ -527,3 +527,32 @@ def test_workers_leave_the_processors_that_ranks_reserve(data: DataSpec, tmp_pat
     assert master.autoscaler.most == 2
     with pytest.raises(ConfigError, match=r"workers: expected at most 2, because ranks reserve 4 processors, got 3"):
         Master({"days": data}, three, tmp_path, make=make, reserved=4)
+
+
+def test_workers_of_a_lost_node_are_replaced_only_beside_the_ranks(data: DataSpec, tmp_path: Path) -> None:
+    """Else they would take the processors on which ranks are to start again. They return with the node."""
+    now = [100.0]
+
+    class Cluster(FakeExecutor):
+        cores = 8  # type: ignore[assignment]
+
+    def make(data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
+        return Cluster(data, folder, events)
+
+    config = CONFIG.model_copy(update={"executor": "process", "workers": 4, "max_workers": None})
+    master = Master({"days": data}, config, tmp_path, clock=lambda: now[0], make=make, reserved=4)
+    alive = master.executor.alive  # type: ignore[attr-defined]
+
+    def settle() -> int:
+        now[0] += PERIOD_SECONDS
+        for _ in range(20):
+            master.step(timeout=0)
+        return len(alive)
+
+    assert settle() == 4
+    master.executor.cores = 4  # type: ignore[misc]  # a node with two workers is lost
+    for worker in (1, 2):
+        master.handle(WorkerDied(worker, "its actor ended"))
+    assert settle() == 1
+    master.executor.cores = 8  # type: ignore[misc]
+    assert settle() == 4

@@ -221,6 +221,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+FIXED: dict[str, tuple[dict[str, Any], str]] = {
+    "launcher": ({"launcher": "processes"}, "ray, which knows the room of its nodes, got processes."),
+    "lanes": ({"lanes": None}, "a number: the weights then do not depend on the ranks, got None."),
+    "world_size": ({"world_size": 1}, "at least as many, got 1."),
+}
+
+
+@pytest.mark.parametrize("key", FIXED)
+def test_ranks_become_fewer_only_on_ray_and_in_lanes(key: str) -> None:
+    settings, sentence = FIXED[key]
+    given = {"lanes": 12, "world_size": 6, "launcher": "ray", "least_ranks": 2}
+    with pytest.raises((ConfigError, ValidationError)) as error:
+        TrainConfig(**given | settings)
+    assert f"training.{key} with least_ranks=2: expected {sentence} Change it, or leave out" in str(error.value)
+    assert TrainConfig(**given).rank_numbers == (6, 4, 3, 2)
+
+
 @pytest.mark.parametrize("key", REFUSED)
 def test_settings_that_would_change_the_bits_are_refused(key: str) -> None:
     settings, sentence = REFUSED[key]
