@@ -214,6 +214,17 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return self
 
     @model_validator(mode="after")
+    def _histories_know_no_label(self) -> Self:
+        outcomes = self.source.outcomes
+        for history in self.features.histories:
+            if outcomes is not None and history.path == outcomes.path and not history.delay_seconds:
+                raise ConfigError(
+                    f"delay_seconds of {history.place}", "1 or more, because labels are made of this log", "0",
+                    "Set it to the seconds after which an outcome is known when a row is served.",
+                )  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
     def _trains_incrementally(self) -> Self:
         where = "recurring.training"
         try:
@@ -272,6 +283,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         hidden = ("allow_deprecated", "map_keys")  # names of keys are keys by now
         features = {key: value for key, value in values["features"].items() if key not in hidden}
         features["joined"] = [source for source in features["joined"] if not source["stored"]]
+        for source in features["joined"]:
+            for key in ("valid_from", "as_of", "delay_seconds"):
+                if not source[key]:
+                    del source[key]
+        if not features["histories"]:
+            del features["histories"]
         for group in (*features["dense"], *features["sparse"]):
             del group["on_missing"]  # decides whether a training starts, not what it learns
             if group.get("weights", "") is None:

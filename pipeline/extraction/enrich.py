@@ -13,11 +13,17 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.data.joined.backfilled import note_columns, written_columns
-from pipeline.data.joined.reader import SourceColumns, without_field_ids
-from pipeline.data.joined.source import FeatureSource, added_columns, pin_sources, source_identity
+from pipeline.data.joined.reader import SourceColumns
+from pipeline.data.joined.source import (
+    FeatureSource,
+    added_columns,
+    pin_sources,
+    source_identity,
+    without_field_ids,
+)
 from pipeline.data.selection import days_between
 from pipeline.errors import ConfigError, ContractError
-from pipeline.transforms.schema import FeatureJoin
+from pipeline.transforms.joins import FeatureJoin
 from storage.days import last_notes
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
@@ -234,7 +240,7 @@ def _join_rows(
     for batch in (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment)):
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         for side in sides:
-            columns |= dict(zip(side.names, side.look_up([batch.column(name) for name in side.on], day), strict=True))
+            columns |= dict(zip(side.names, side.look_up(columns, day), strict=True))
         arrays = [columns[field.name].cast(field.type) for field in schema]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
         count += batch.num_rows
@@ -256,7 +262,9 @@ def _identities(
         for day in found.keys() & inside.keys():
             for name, raw in source.added.items():
                 kind, lag = f"{source.schema.field(name).type}", source.source.lag_days
+                as_of = [source.source.time, source.source.as_of, source.source.delay_seconds]
                 declared = [raw, source.source.on, source.source.day_column, kind, *([lag] if lag else [])]
+                declared += as_of if source.source.as_of is not None else []
                 text = json.dumps([*declared, inside[day]])
                 found[day][name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.extraction.enrich import EnrichResult, enrich, fillable_columns
 from pipeline.extraction.losses import StoredDay
-from pipeline.transforms.schema import FeatureJoin
+from pipeline.transforms.joins import FeatureJoin
 from storage.warehouse import Warehouse
 
 

@@ -266,7 +266,7 @@ def _resolved(
 
 
 def _is_joined(schema: FeatureSchema, pattern: str) -> bool:
-    return any(joined.may_add(pattern) for joined in schema.joined)
+    return any(source.may_add(pattern) for source in schema.sources)
 
 
 def refuse_outcomes(columns: Iterable[str], made: Sequence[str]) -> None:

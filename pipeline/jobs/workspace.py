@@ -74,7 +74,7 @@ class Workspace:
         """Pins the feature sources that are joined while rows are read."""
         from pipeline.data.joined.source import pin_sources
 
-        sources = [source for source in self.config.features.joined if not source.stored]
+        sources = [source for source in self.config.features.sources if not source.stored]
         return pin_sources(sources, ROOT, self.warehouse)
 
     def columns(self, snapshot: "SnapshotRef", wanted: Iterable[str] = ()) -> "pa.Schema":

@@ -12,8 +12,8 @@ from pyiceberg.expressions import BooleanExpression
 
 from pipeline.data.files import fingerprint
 from pipeline.data.filters import check_filter
-from pipeline.data.joined.reader import Reader, filter_schema, joined_schema, open_reader, without_field_ids
-from pipeline.data.joined.source import PinnedSource, contents_by_day
+from pipeline.data.joined.reader import Reader, filter_schema, joined_schema, open_reader
+from pipeline.data.joined.source import PinnedSource, contents_by_day, without_field_ids
 from pipeline.data.selection import Selection, days_between
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig

@@ -3,12 +3,13 @@
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
 from pipeline.data.columns import Names
-from pipeline.errors import ColumnError, ConfigError, closest_names
+from pipeline.errors import ColumnError, closest_names
+from pipeline.transforms.joins import FeatureJoin, History
 from pipeline.transforms.kinds import Kind
 from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.dense import FillNull, Standardise
@@ -19,55 +20,6 @@ COLUMN = "{column}"
 NAMED_KEYS = re.compile(r"([A-Za-z_]\w*)\[([^\[\]]+)\]")
 """`dense[user_age, 5..7]`."""
 KEY_RANGE = re.compile(r"\d+(\.\.\d+)?")
-
-
-class FeatureJoin(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """A feature source: files or a table with columns that are joined to the rows by key."""
-
-    path: str | tuple[str, ...] | None = None
-    """Parquet or CSV files: a path, a glob or a list of them. Relative paths start at the checkout, or at the
-    current folder."""
-    table: str | None = None
-    """Another table of the warehouse, in place of files."""
-    on: Names
-    """Key columns, present in the rows and in the source. A key is unique in the source, or in each day of it."""
-    columns: Names = ("*",)
-    """Names or patterns of the columns to add."""
-    day_column: str | None = None
-    """Column of the source (date, timestamp or ISO text) with the day of the rows to join. A process then holds only
-    the days that it reads. None joins the source to all days."""
-    lag_days: NonNegativeInt = 0
-    """Days between a row and the source's day that it reads. With 0, an aggregate over a day includes what happens
-    after the row. 1 reads the day before. Needs `day_column`."""
-    prefix: str = ""
-    """Prefix of the names of the added columns."""
-    stored: bool = False
-    """Whether `flows.enrich` has backfilled the columns. They are then read from the table and not joined."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.path is None) == (self.table is None):
-            raise ConfigError("features.joined", "either `path` or `table`", "both or neither", "Give exactly one.")
-        if self.table is not None and self.day_column not in (None, "day"):
-            raise ConfigError(
-                f"features.joined '{self.table}'", "day_column 'day', the partition column of a table, or none",
-                f"'{self.day_column}'", "Correct day_column.",
-            )  # fmt: skip
-        if self.lag_days and self.day_column is None:
-            raise ConfigError(
-                f"features.joined '{self.name}'", "`day_column` with `lag_days`", "none", "Name the column of the day."
-            )
-        return self
-
-    @property
-    def name(self) -> str:
-        """Name of the source in logs and errors: the table or the paths."""
-        return self.table or (self.path if isinstance(self.path, str) else ", ".join(self.path or ()))
-
-    def may_add(self, pattern: str) -> bool:
-        """Whether a column that has this name or matches this pattern may be added."""
-        names = [f"{self.prefix}{name}" for name in self.columns]
-        return any(fnmatch.fnmatchcase(pattern, name) or fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 class FeatureGroup(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -128,6 +80,8 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Ops with `inputs` and an `output`, in any order. Each makes a column that groups can name."""
     joined: tuple[FeatureJoin, ...] = ()
     """Feature sources. Groups can name their columns as if they were in the table."""
+    histories: tuple[History, ...] = ()
+    """Event logs. Groups can name the lists that are cut from them as if they were in the table."""
     dense: tuple[DenseGroup, ...] = ()
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
     allow_deprecated: bool = False
@@ -154,6 +108,11 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
 
         groups = {kind: values[kind] for kind in ("dense", "sparse") if isinstance(values.get(kind), list | tuple)}
         return values | {kind: [put(group) for group in found] for kind, found in groups.items()}
+
+    @property
+    def sources(self) -> tuple[FeatureJoin | History, ...]:
+        """All sources of columns that the table lacks, or has from a backfill."""
+        return (*self.joined, *self.histories)
 
     def named_columns(self) -> list[str]:
         """Returns the names and patterns of all columns that features read."""

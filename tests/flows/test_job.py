@@ -16,7 +16,7 @@ from pipeline.jobs.training import run
 from pipeline.jobs.training.job import resolve_dataset, resolve_job, tag_inputs
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import find_versions
-from pipeline.transforms.schema import FeatureJoin
+from pipeline.transforms.joins import FeatureJoin
 from storage.days import IDENTITIES
 
 CONFIG = "configs/smoke.yaml"

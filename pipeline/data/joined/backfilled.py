@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.data.day_notes import backfilled_columns
 from pipeline.data.joined.source import FeatureSource, pin_sources
 from pipeline.errors import ConfigError, ContractError
-from pipeline.transforms.schema import FeatureJoin
+from pipeline.transforms.joins import FeatureJoin
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 

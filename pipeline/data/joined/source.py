@@ -3,20 +3,25 @@
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 from pydantic import BaseModel
+from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids
+from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
 from pipeline.data.files import CSV, Stamp, address_of, find_files, fingerprint, stamp
-from pipeline.data.joined.stored import key_type, stored_type, to_days, to_key_form, to_stored_form
+from pipeline.data.filters import check_filter, parse_filter
+from pipeline.data.joined.stored import key_type, stored_type, to_days, to_key_form, to_micros, to_stored_form
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.transforms.schema import FeatureJoin, resolve, unknown_column
+from pipeline.transforms.joins import FeatureJoin, History
+from pipeline.transforms.schema import resolve, unknown_column
+from storage.arrow import is_list
 from storage.objects import find_objects, is_address, open_file
-from storage.reader import DAY, SnapshotRef
+from storage.reader import DAY, SnapshotRef, compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse
 
 CSV_BLOCK_BYTES = 8 << 20
@@ -26,7 +31,7 @@ CSV_BLOCK_BYTES = 8 << 20
 class PinnedSource(BaseModel, frozen=True):
     """A feature source as it was when the work was planned. Any process can open it."""
 
-    source: FeatureJoin
+    source: FeatureJoin | History
     files: tuple[str, ...] = ()
     stamps: tuple[Stamp, ...] = ()
     snapshot: SnapshotRef | None = None
@@ -35,10 +40,20 @@ class PinnedSource(BaseModel, frozen=True):
     @property
     def where(self) -> str:
         """The source as an error names it."""
-        return f"features.joined '{self.source.name}'"
+        return self.source.place
 
 
-def pin_sources(sources: Sequence[FeatureJoin], root: Path, warehouse: Warehouse) -> tuple[PinnedSource, ...]:
+class SourceRows(NamedTuple):
+    """Some rows of a feature source."""
+
+    keys: list[pa.Array]
+    """In comparable form."""
+    times: pa.Array | None
+    """int64 microseconds since 1970. None: the source has no times."""
+    values: list[pa.Array]
+
+
+def pin_sources(sources: Sequence[FeatureJoin | History], root: Path, warehouse: Warehouse) -> tuple[PinnedSource, ...]:
     """Pins the current state of the sources.
 
     Args:
@@ -53,7 +68,7 @@ def pin_sources(sources: Sequence[FeatureJoin], root: Path, warehouse: Warehouse
             found.append(PinnedSource(source=source, snapshot=warehouse.current(source.table)))
         else:
             assert source.path is not None  # the config requires one of the two
-            files = find_files(source.path, root, "features.joined path", warehouse.config.catalog)
+            files = find_files(source.path, root, f"{source.section} path", warehouse.config.catalog)
             names = tuple(address_of(path) for path in files)
             found.append(PinnedSource(source=source, files=names, stamps=tuple(stamp(path) for path in files)))
     return tuple(found)
@@ -85,6 +100,8 @@ class FeatureSource:
 
     Attributes:
         added: Name of an added column -> its column in the source.
+        kinds: Name of an added column -> type of its values.
+        last: Most events of a row. None: it is not a history.
         schema: The added columns.
         bytes_read: Bytes of the columns read so far, compressed.
     Raises:
@@ -97,30 +114,61 @@ class FeatureSource:
         self.bytes_read = 0
         self.raw = self._raw_schema()
         own = [name for name in self.raw.names if not pa.types.is_null(self.raw.field(name).type)]
-        for name in [*self.source.on, *([self.source.day_column] if self.source.day_column else [])]:
+        named = [self.source.day_column, self.source.time]
+        for name in [*self.source.on, *(one for one in named if one is not None)]:
             if name not in own:
                 raise unknown_column(f"{pinned.where}, column", name, own)
-        reserved = {*self.source.on, self.source.day_column, DAY}
+        if self.source.time is not None:
+            to_micros(f"{pinned.where}, time '{self.source.time}'", pa.array([], self.raw.field(self.source.time).type))
+        reserved = {*self.source.on, *named, DAY}
         wanted = resolve(self.source.columns, [name for name in own if name not in reserved], pinned.where)
         self.added = {f"{self.source.prefix}{name}": name for name in wanted}
-        kinds = {name: self.raw.field(raw).type for name, raw in self.added.items()}
+        raw = {name: self.raw.field(raw).type for name, raw in self.added.items()}
+        self.kinds = {name: stored_type(f"{pinned.where}, column '{name}'", kind) for name, kind in raw.items()}
+        self.last = self.source.last if isinstance(self.source, History) else None
+        if self.last is not None:
+            self._refuse_lists()
         self.schema = pa.schema(
-            [(name, stored_type(f"{pinned.where}, column '{name}'", kind)) for name, kind in kinds.items()]
+            [(name, kind if self.last is None else pa.large_list(kind)) for name, kind in self.kinds.items()]
         )
+        self.compared, self.keep = self._open_filter()
 
-    def rows(self, day: datetime.date | None, names: Sequence[str]) -> Iterator[tuple[list[pa.Array], list[pa.Array]]]:
-        """Yields (keys in comparable form, added columns `names`) for batches of the rows that join to a day.
+    def rows(self, day: datetime.date | None, names: Sequence[str]) -> Iterator[SourceRows]:
+        """Yields keys and added columns `names` for batches of the rows that join to a day.
 
         Args:
             day: None for all rows.
         """
         day = None if day is None else day - self.lag
-        columns = list(dict.fromkeys([*self.source.on, *(self.added[name] for name in names)]))
-        for batch in self._batches(columns, day):
-            where = self.pinned.where
-            keys = [to_key_form(f"{where}, key '{name}'", batch.column(name)) for name in self.source.on]
-            values = [to_stored_form(batch.column(self.added[name]), self.schema.field(name).type) for name in names]
-            yield keys, values
+        time = [] if self.source.time is None else [self.source.time]
+        columns = list(dict.fromkeys([*self.source.on, *time, *(self.added[name] for name in names)]))
+        for batch in self._batches(list(dict.fromkeys([*columns, *self.compared])), day):
+            kept, where = keep_rows(batch, self.keep, columns), self.pinned.where
+            keys = [to_key_form(f"{where}, key '{name}'", kept.column(name)) for name in self.source.on]
+            values = [to_stored_form(kept.column(self.added[name]), self.kinds[name]) for name in names]
+            times = to_micros(f"{where}, time '{time[0]}'", kept.column(time[0])) if time else None
+            yield SourceRows(keys, times, values)
+
+    def _refuse_lists(self) -> None:
+        lists = [name for name, kind in self.kinds.items() if is_list(kind)]
+        if lists:
+            raise ConfigError(
+                f"{self.pinned.where}, column '{lists[0]}'", "a number, id, text or time of each event",
+                f"{self.kinds[lists[0]]}", "Leave it out of `columns`.",
+            )  # fmt: skip
+
+    def _open_filter(self) -> tuple[list[str], pc.Expression | None]:
+        """Returns the columns that the filter of events compares, and the filter."""
+        if not isinstance(self.source, History) or self.source.where is None:
+            return [], None
+        text = self.source.where
+        for name in (names := compared_columns(parse_filter(text))):
+            if name not in self.raw.names:
+                raise unknown_column(f"{self.pinned.where}, where, column", name, self.raw.names)
+        schema = to_filter_schema(self.raw.field(name) for name in dict.fromkeys(names))
+        check_filter(text, schema)
+        keep, compared = make_mask(parse_filter(text), schema)
+        return compared, keep
 
     def days(self) -> dict[datetime.date, str]:
         """Returns day -> a hash that changes with the rows that join to it. Empty for a source without days."""
@@ -258,6 +306,11 @@ def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema
             kinds = [key_type(where, schema.field(name).type) for schema in (table, side.raw)]
             if kinds[0] != kinds[1]:
                 raise ConfigError(where, f"{kinds[0]} as in the table", f"{kinds[1]}", "Convert it.")
+        if side.source.as_of is not None:
+            if side.source.as_of not in table.names:
+                raise unknown_column(f"{side.pinned.where}, as_of", side.source.as_of, table.names)
+            kind = table.field(side.source.as_of).type
+            to_micros(f"{side.pinned.where}, as_of '{side.source.as_of}'", pa.array([], kind))
         repeated = [name for name in side.schema.names if name in table.names or name in found]
         if repeated:
             raise ConfigError(
@@ -266,6 +319,17 @@ def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema
             )  # fmt: skip
         found |= {name: side.schema.field(name).type for name in side.schema.names}
     return pa.schema(list(found.items()))
+
+
+def to_filter_schema(columns: Iterable[pa.Field]) -> Schema:
+    """Returns columns as an Iceberg schema with fresh field ids."""
+    fields = [pa.field(field.name, without_field_ids(field.type)) for field in columns]
+    return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(pa.schema(fields)))
+
+
+def without_field_ids(kind: pa.DataType) -> pa.DataType:
+    """Removes field ids from a type: in another table they mean other columns."""
+    return pa.list_(without_field_ids(kind.value_type)) if is_list(kind) else kind
 
 
 def _plain(path: str, file: pa.NativeFile) -> pa.NativeFile:

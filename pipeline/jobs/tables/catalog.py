@@ -82,8 +82,8 @@ def list_retirable(workspace: Workspace, known: Catalogue, unused_days: int) -> 
 def _list_other_columns(workspace: Workspace) -> set[str]:
     """Returns the columns that any flow reads for another purpose than features."""
     config = workspace.config
-    source, sampling, joined = config.source, config.sampling, config.features.joined
-    single = [source.day_column]
+    source, sampling, joined = config.source, config.sampling, config.features.sources
+    single = [source.day_column, *(side.as_of for side in joined)]
     single += [source.outcomes.on, source.outcomes.feature_time] if source.outcomes is not None else []
     several = [config.scoring.keep, config.ingest.order_by, *(side.on for side in joined)]
     several += [sampling.inputs] if sampling is not None else []

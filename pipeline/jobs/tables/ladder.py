@@ -30,9 +30,9 @@ def measure_steps(workspace: Workspace, name: str, reads: list[ReadRecord]) -> d
     if name != config.name:
         remedy = "Leave out table=, or give the config of that table."
         raise ConfigError("table", f"the table of the config, '{config.name}'", f"'{name}'", remedy)
-    if config.features.joined:
+    if config.features.sources:
         remedy = "Backfill them with `flows.enrich`, or leave them out of this command's config."
-        raise ConfigError("features.joined", "columns of the table", "a source that is joined", remedy)
+        raise ConfigError(config.features.sources[0].section, "columns of the table", "a source that is joined", remedy)
     whole = workspace.with_config(load(config, {"features.allow_deprecated": True}))  # they are still read
     reference, data = resolve_dataset(whole, None)
     wanted = data["train"].columns

@@ -18,7 +18,7 @@ from pipeline.data.joined.reader import open_reader
 from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
 from pipeline.extraction.enrich import EnrichResult, enrich
-from pipeline.transforms.schema import FeatureJoin
+from pipeline.transforms.joins import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError
 from storage.layout.rewrite import rewrite_day

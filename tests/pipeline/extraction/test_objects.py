@@ -12,7 +12,7 @@ from pipeline.data.files import find_files
 from pipeline.data.joined.source import FeatureSource, pin_sources
 from pipeline.errors import DataError
 from pipeline.jobs.transient import is_transient
-from pipeline.transforms.schema import FeatureJoin
+from pipeline.transforms.joins import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.warehouse import Warehouse

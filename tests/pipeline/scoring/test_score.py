@@ -16,7 +16,7 @@ from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import ScoringConfig
 from pipeline.scoring.score import ScoringResult, ScoringWork, plan_scoring, score
-from pipeline.transforms.schema import FeatureJoin
+from pipeline.transforms.joins import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import SnapshotRef

@@ -14,12 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.filters import check_filter
-from pipeline.data.joined import reader as module
-from pipeline.data.joined.reader import KeyIndex, filter_schema, joined_schema, open_reader
+from pipeline.data.joined import index, reader
+from pipeline.data.joined.index import KeyIndex
+from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
 from pipeline.data.joined.source import pin_sources, source_identity
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.transforms.schema import FeatureJoin
+from pipeline.transforms.joins import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
@@ -101,7 +102,7 @@ def test_joined_rows_are_those_of_a_merge(seed, dated, tmp_path, warehouse, monk
         path="*.parquet", on=("user", "shop"), day_column="date" if dated else None, columns=("[isw]*",)
     )
     if seed % 2:
-        monkeypatch.setattr(module, "CACHE_BYTES", 1)  # only the newest day stays cached
+        monkeypatch.setattr(reader, "CACHE_BYTES", 1)  # only the newest day stays cached
     joined = pin_sources([source], tmp_path, warehouse)
     text = "num > 0 and (score > 0.1 or row < 50) and word != 'w3'"
     check_filter(text, filter_schema(warehouse, snapshot, joined, text))
@@ -168,7 +169,7 @@ def test_types_agree_with_those_that_an_ingest_stores(tmp_path, warehouse):
 
 
 def test_different_keys_with_equal_hashes_do_not_match(monkeypatch):
-    monkeypatch.setattr(module, "_hashes", lambda keys: np.zeros(len(keys[0]), np.uint64))
+    monkeypatch.setattr(index, "_hashes", lambda keys: np.zeros(len(keys[0]), np.uint64))
     keyed = KeyIndex([pa.array([3, 1, None, 2])], [pa.array(["c", "a", "x", "b"])], "w")
     assert keyed.values[0].take(keyed.find([pa.array([1, 2, 3, 4, None])])).to_pylist() == ["a", "b", "c", None, None]
     with pytest.raises(DataError, match="key 1 more than once"):

@@ -1,0 +1,157 @@
+"""Finds rows of a feature source by key, and by key and time."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.errors import DataError
+from pipeline.transforms.column import sparse_from_arrow
+from pipeline.transforms.kernels.row_hashes import row_hashes
+
+Places = npt.NDArray[np.int64]
+
+
+class KeyIndex:
+    """Rows of a feature source, found by key.
+
+    Args:
+        where: The source as an error names it.
+    Raises:
+        DataError: If a key occurs twice.
+    """
+
+    def __init__(self, keys: Sequence[pa.Array], values: Sequence[pa.Array], where: str) -> None:
+        present = _present(keys)  # a row without a key matches no row
+        if not pc.all(present).as_py():
+            keys, values = [key.filter(present) for key in keys], [value.filter(present) for value in values]
+        hashes = _hashes(keys)
+        self.order = np.argsort(hashes, kind="stable")
+        self.hashes, self.keys, self.values = hashes[self.order], list(keys), list(values)
+        starts = np.flatnonzero(np.diff(self.hashes, prepend=~self.hashes[:1]) != 0) if len(hashes) else np.zeros(0)
+        self.most = int(np.diff(starts, append=len(hashes)).max(initial=0))
+        if self.most > 1:
+            self._refuse_repeated(where)
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate memory in bytes."""
+        return sum(int(array.nbytes) for array in [*self.keys, *self.values, self.order, self.hashes])
+
+    def find(self, keys: Sequence[pa.Array]) -> pa.Array:
+        """Returns the position of each key's row, or null where there is none."""
+        found, missing = np.zeros(len(keys[0]), np.int64), np.ones(len(keys[0]), bool)
+        if len(self.hashes):
+            hashes = _hashes(keys)
+            first = np.searchsorted(self.hashes, hashes)
+            for step in range(self.most):  # one step, unless different keys have equal hashes
+                at = self.order[np.minimum(first + step, len(self.order) - 1)]
+                same = np.ones(len(at), bool)
+                for own, wanted in zip(self.keys, keys, strict=True):
+                    equal = pc.fill_null(pc.equal(own.take(pa.array(at)), wanted), False)
+                    same &= equal.to_numpy(zero_copy_only=False)
+                found[same & missing] = at[same & missing]
+                missing &= ~same
+        return pa.array(found, mask=missing)
+
+    def _refuse_repeated(self, where: str) -> None:
+        equal = self.hashes[1:] == self.hashes[:-1]
+        rows = np.flatnonzero(np.append(equal, False) | np.insert(equal, 0, False))
+        seen: set[tuple[object, ...]] = set()
+        for place in self.order[rows]:
+            key = tuple(column[int(place)].as_py() for column in self.keys)
+            if key in seen:
+                shown = ", ".join(f"{value}" for value in key)
+                raise DataError(where, "each key once", f"key {shown} more than once", "Remove duplicate keys.")
+            seen.add(key)
+
+
+class TimedIndex:
+    """Rows of a feature source, found by key and time.
+
+    Args:
+        times: int64 [N], microseconds since 1970 in UTC.
+        unique: Whether a key may have each time only once.
+        where: The source as an error names it.
+    Attributes:
+        values: Ordered by key, then by time; of equal times, as given.
+    Raises:
+        DataError: If a key that must not has a time twice.
+    """
+
+    def __init__(
+        self, keys: Sequence[pa.Array], times: pa.Array, values: Sequence[pa.Array], where: str, unique: bool
+    ) -> None:
+        present = _present([*keys, times])  # a row without a key or a time is never found
+        if not pc.all(present).as_py():
+            keys, values = [key.filter(present) for key in keys], [value.filter(present) for value in values]
+            times = times.filter(present)
+        names = [f"{i}" for i in range(len(keys))]
+        distinct = pa.table(list(keys), names).group_by(names, use_threads=False).aggregate([]).combine_chunks()
+        self.keys = KeyIndex([_whole(distinct[name]) for name in names], [], where)
+        numbers = self.keys.find(keys).to_numpy(zero_copy_only=False).astype(np.int64)
+        own = times.to_numpy(zero_copy_only=False)
+        order = np.lexsort((own, numbers))
+        self.times, ranks = np.unique(own, return_inverse=True)
+        self.codes: Places = numbers[order] * (len(self.times) + 1) + ranks[order]
+        self.values = [value.take(pa.array(order)) for value in values]
+        twice = np.flatnonzero(self.codes[1:] == self.codes[:-1])
+        if unique and len(twice):
+            row = order[twice[0]]
+            key, time = ", ".join(f"{one[row].as_py()}" for one in keys), times.cast(pa.timestamp("us"))[row].as_py()
+            raise DataError(
+                where, "each key once at each time", f"key {key} more than once at {time}", "Remove duplicates."
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate memory in bytes."""
+        return self.keys.nbytes + int(self.codes.nbytes + self.times.nbytes) + sum(one.nbytes for one in self.values)
+
+    def find(self, keys: Sequence[pa.Array], times: pa.Array, delay: int, until: bool) -> tuple[Places, Places]:
+        """Returns the first place of each row's key, and the place after the last one before the row's time.
+
+        Both are int64 [N], and equal where there is none.
+
+        Args:
+            times: int64 [N], microseconds since 1970 in UTC.
+            delay: Microseconds to go back from the times.
+            until: Also counts rows of the source at exactly that time.
+        """
+        numbers = self.keys.find(keys)
+        known = pc.and_(numbers.is_valid(), times.is_valid()).to_numpy(zero_copy_only=False)
+        at = numbers.fill_null(0).to_numpy() * (len(self.times) + 1)
+        ranks = np.searchsorted(self.times, times.fill_null(0).to_numpy() - delay, "right" if until else "left")
+        first, end = np.searchsorted(self.codes, at), np.searchsorted(self.codes, at + ranks)
+        return np.where(known, first, 0), np.where(known, end, 0)
+
+
+def cut_lists(values: Sequence[pa.Array], first: Places, end: Places) -> list[pa.Array]:
+    """Returns the values from `first` to `end` of each row as lists, the last one first.
+
+    Example:
+        >>> cut_lists([pa.array([1, 2, 3])], np.array([0, 2]), np.array([2, 2]))[0].to_pylist()
+        [[2, 1], []]
+    """
+    lengths = end - first
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    places = pa.array(np.repeat(end + offsets[:-1] - 1, lengths) - np.arange(offsets[-1]))
+    return [pa.LargeListArray.from_arrays(pa.array(offsets), one.take(places)) for one in values]
+
+
+def _hashes(keys: Sequence[pa.Array]) -> npt.NDArray[np.uint64]:
+    return row_hashes([sparse_from_arrow("key", key) for key in keys], 0)
+
+
+def _present(keys: Sequence[pa.Array]) -> pa.Array:
+    there = pc.is_valid(keys[0])
+    for key in keys[1:]:
+        there = pc.and_(there, pc.is_valid(key))
+    return there
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])

@@ -1,0 +1,132 @@
+"""Lists cut from a log of events train the model that lists stored in the rows train."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from flows.end_to_end import end_to_end
+from flows.score import score
+from flows.train import train
+from pipeline.config import load
+from pipeline.errors import ConfigError
+from pipeline.jobs.workspace import Workspace
+from storage.warehouse import Warehouse, WarehouseConfig
+
+START = datetime.datetime(2025, 3, 1)
+DAYS, ROWS, USERS, ITEMS, LAST = 4, 500, 25, 40, 4
+CONFIG: dict[str, Any] = {
+    "name": "histories",
+    "source": {"path": "samples.parquet", "day_column": "at"},
+    "features": {
+        "dense": [{"columns": ["num"]}],
+        "sparse": [
+            {"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 50}]},
+            {
+                "columns": ["seen_item"],
+                "pooling": "mean",
+                "transforms": [{"kind": "first_x", "limit": 3}, {"kind": "sigrid_hash", "size": 100}],
+            },
+        ],
+    },
+    "split": {"days": {"train": ["2025-03-01..2025-03-02"], "valid": ["2025-03-03"], "test": ["2025-03-04"]}},
+    "warehouse": {"row_group_rows": 150},
+    "model": {"embedding_width": 4, "bottom_mlp": [8], "top_mlp": [8]},
+    "training": {"batch_rows": 64, "epochs": 8, "dense_learning_rate": 0.02, "world_size": 1, "threads_per_rank": 1},
+    "preprocessing": {"workers": 1},
+    "evaluation": {"workers": 1, "importance_rows": None},
+}
+HISTORY = {"on": "user", "time": "time", "as_of": "at", "last": LAST, "columns": "item", "prefix": "seen_"}
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    """Four days of samples whose label depends on what the user finished last, and a log of that.
+
+    The log goes on after each sample, and also has what users left.
+    """
+    random = np.random.default_rng(3)
+    n, m = DAYS * ROWS, 6_000
+    at = np.sort(random.integers(0, DAYS * 86_400, n))
+    time, finished = random.integers(-86_400, DAYS * 86_400, m), random.random(m) < 0.6
+    users, watchers, items = random.integers(0, USERS, n), random.integers(0, USERS, m), random.integers(0, ITEMS, m)
+    worth = random.normal(size=ITEMS)
+    lists, labels = [], []
+    for user, moment in zip(users, at, strict=True):
+        mine = np.flatnonzero((watchers == user) & (time < moment) & finished)
+        known = mine[np.argsort(time[mine], kind="stable")][::-1][:LAST]
+        lists.append(items[known].tolist())
+        labels.append(int(random.random() < 1.0 / (1.0 + np.exp(-3.0 * worth[items[known]][:3].sum()))))
+
+    def moments(seconds: np.ndarray) -> pa.Array:
+        return pa.array([START + datetime.timedelta(seconds=int(one)) for one in seconds], pa.timestamp("us"))
+
+    samples = {"at": moments(at), "user": users, "num": random.normal(size=n), "label": labels}
+    log = {"time": moments(time), "user": watchers, "item": items, "action": np.where(finished, "finish", "leave")}
+    pq.write_table(pa.table(samples), tmp_path / "samples.parquet")
+    pq.write_table(pa.table(samples | {"seen_item": lists}), tmp_path / "with_lists.parquet")
+    (tmp_path / "log").mkdir()
+    pq.write_table(pa.table(log)[:4_000], tmp_path / "log" / "a.parquet")
+    pq.write_table(pa.table(log)[4_000:], tmp_path / "log" / "b.parquet")
+    return tmp_path
+
+
+def write_config(logs: Path, samples: str, name: str, **features: Any) -> str:
+    values = CONFIG | {"name": name, "source": CONFIG["source"] | {"path": str(logs / samples)}}
+    path = logs / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values | {"features": CONFIG["features"] | features}), encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.slow
+def test_a_history_trains_like_the_same_lists_in_the_rows(logs, command, tmp_path):
+    """The same weights bit for bit, scores and served probabilities. The table has no lists, and the log's future is
+    not seen."""
+    home = tmp_path / "home"
+    history = HISTORY | {"path": str(logs / "log" / "*.parquet"), "where": "action = 'finish'"}
+    cut = write_config(logs, "samples.parquet", "cut", histories=[history])
+    kept = write_config(logs, "with_lists.parquet", "kept")
+    code, found, log = command(end_to_end, cut, home=home)
+    assert code == 0, log
+    code, expected, log = command(end_to_end, kept, home=home)
+    assert code == 0, log
+    assert found["train"]["weights_sha256"] == expected["train"]["weights_sha256"]
+    assert found["eval"] == expected["eval"]
+    assert found["eval"]["ne"] < 0.8  # it learns from the histories
+    warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
+    assert set(warehouse.schema(warehouse.current("cut")).names) == {"day", "at", "user", "num", "label"}
+
+    scores = {}
+    for name, config in (("cut", cut), ("kept", kept)):
+        code, scored, log = command(score, config, "scoring.keep=[user, at]", home=home)
+        assert (code, scored["rows"]) == (0, DAYS * ROWS), log
+        reader = warehouse.reader(warehouse.current(f"{name}_scores"), ["user", "at", "probability"])
+        scores[name] = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    assert scores["cut"] == scores["kept"]
+
+    mlflow.set_tracking_uri(Workspace(load(cut, {"home": str(home)})).tracking.uri)
+    model = mlflow.pyfunc.load_model("models:/cut@champion")
+    rows = pq.read_table(logs / "with_lists.parquet").slice(1_500).to_pandas()
+    served = model.predict(rows[["user", "num", "seen_item"]])["probability"]
+    offline = scores["cut"].slice(1_500).column("probability").to_numpy()
+    np.testing.assert_allclose(served.to_numpy(), offline, atol=1e-6)
+
+    code, skipped, log = command(train, cut, home=home)
+    assert (code, skipped["status"]) == (0, "skipped"), log
+
+
+def test_a_log_of_the_labels_needs_a_delay(logs):
+    """An outcome at the time of a row could be its own label."""
+    outcomes = {"path": str(logs / "log" / "*.parquet"), "outcome_time": "time"}
+    given = CONFIG | {"source": CONFIG["source"] | {"outcomes": outcomes}}
+    history = HISTORY | {"path": outcomes["path"]}
+    given |= {"features": CONFIG["features"] | {"histories": [history]}}
+    with pytest.raises(ConfigError, match=r"delay_seconds of features\.histories .*: expected 1 or more"):
+        load(given)
+    load(given, {"features.histories.0.delay_seconds": 3_600})

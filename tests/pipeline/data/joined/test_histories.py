@@ -1,0 +1,256 @@
+"""Features as of a row's time: against a loop over rows and DuckDB's ASOF join, and never from the row's future."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import hypothesis.strategies as st
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+
+from pipeline.data.joined.index import TimedIndex
+from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
+from pipeline.data.joined.source import pin_sources
+from pipeline.data.joined.stored import to_micros
+from pipeline.data.selection import Selection
+from pipeline.errors import ConfigError, ContractError, DataError
+from pipeline.transforms.joins import FeatureJoin, History
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
+from tests.pipeline.data.joined.test_reader import read, stored
+
+START = datetime.datetime(2025, 3, 1, tzinfo=datetime.UTC)
+DAYS = 3
+USERS, SHOPS = 12, 3
+
+
+def times_of(random: np.random.Generator, rows: int, step_seconds: int = 600) -> list[datetime.datetime]:
+    """Times on a coarse grid: many are equal."""
+    slots = DAYS * 86_400 // step_seconds
+    return [START + datetime.timedelta(seconds=step_seconds * int(i)) for i in random.integers(0, slots, rows)]
+
+
+def sample_rows(random: np.random.Generator, rows: int = 600) -> pa.Table:
+    at = sorted(times_of(random, rows))
+    return pa.table(
+        {
+            "day": pa.array([one.date() for one in at], pa.date32()),
+            "row": np.arange(rows),
+            "user": pa.array(random.integers(0, USERS + 2, rows), mask=random.random(rows) < 0.05),
+            "shop": pa.array([f"s{i}" for i in random.integers(0, SHOPS, rows)]),
+            "at": pa.array(at, pa.timestamp("us", "UTC"), mask=random.random(rows) < 0.05),
+        }
+    )
+
+
+def events(random: np.random.Generator, rows: int = 900) -> pa.Table:
+    """Events in no order, some without a user or a time."""
+    return pa.table(
+        {
+            "user": pa.array(random.integers(0, USERS, rows), pa.int32(), mask=random.random(rows) < 0.05),
+            "shop": pa.array([f"s{i}" for i in random.integers(0, SHOPS, rows)]),
+            "time": pa.array(times_of(random, rows), pa.timestamp("ms", "UTC"), mask=random.random(rows) < 0.05),
+            "item": pa.array(random.integers(0, 99, rows), pa.uint16(), mask=random.random(rows) < 0.1),
+            "action": [["finish", "skip"][i] for i in random.integers(0, 2, rows)],
+        }
+    )
+
+
+def cut(
+    rows: pa.Table, log: pa.Table, on: list[str], delay: int, last: int | None = None, action: str | None = None
+) -> list[Any]:
+    """Items of each row, the newest first. Without `last`, the newest one until the time."""
+    found = []
+    for row in rows.to_pylist():
+        known = []
+        for number, event in enumerate(log.to_pylist()):
+            keys = [(event[name], row[name]) for name in on]
+            if event["time"] is None or row["at"] is None or any(a is None or a != b for a, b in keys):
+                continue
+            border = row["at"] - datetime.timedelta(seconds=delay)
+            fits = event["time"] < border if last is not None else event["time"] <= border
+            if fits and action in (None, event["action"]):
+                known.append((event["time"], number, event["item"]))
+        items = [item for _, _, item in sorted(known, reverse=True)]
+        found.append(items[:last] if last is not None else items[0] if items else None)
+    return found
+
+
+@pytest.fixture
+def warehouse(tmp_path: Path) -> Warehouse:
+    return Warehouse(WarehouseConfig(row_group_rows=100, file_rows=300), tmp_path / "home")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("on", "options"),
+    [
+        (["user"], {"last": 5}),
+        (["user"], {"last": 1, "delay_seconds": 3_600}),
+        (["user", "shop"], {"last": 1_000, "delay_seconds": 600}),
+        (["user"], {"last": 3, "where": "action = 'finish'"}),
+    ],
+)
+def test_histories_are_the_last_events_before_each_row(seed, on, options, tmp_path, warehouse):
+    """Of equal times, in the order of the files. A filter of events counts before the length."""
+    random = np.random.default_rng(seed)
+    rows, log = sample_rows(random), events(random)
+    snapshot = stored(warehouse, rows)
+    half = int(random.integers(1, log.num_rows))
+    for name, part in (("a", log[:half]), ("b", log[half:])):
+        pq.write_table(part, tmp_path / f"{name}.parquet", row_group_size=70)
+    history = History(path="?.parquet", on=on, time="time", as_of="at", columns=["item"], prefix="seen_", **options)
+    joined = pin_sources([history], tmp_path, warehouse)
+    found = read(open_reader(warehouse, snapshot, ["row", "seen_item"], None, joined))
+    expected = cut(
+        rows, log, on, options.get("delay_seconds", 0), options["last"], "finish" if "where" in options else None
+    )
+    assert found.column("seen_item").type == pa.large_list(pa.int32())
+    assert found.column("seen_item").to_pylist() == expected
+    assert sum(map(len, expected)) > 100
+    assert [] in expected
+
+
+@pytest.mark.parametrize("delay", [0, 7_200])
+def test_values_as_of_a_row_are_those_of_an_asof_join(delay, tmp_path, warehouse):
+    random = np.random.default_rng(delay)
+    rows, versions = sample_rows(random), events(random)
+    kept = duckdb.sql("SELECT DISTINCT ON (user, shop, time) * FROM versions ORDER BY user, shop, time, item")
+    versions = kept.to_arrow_table()
+    pq.write_table(versions, tmp_path / "users.parquet")
+    snapshot = stored(warehouse, rows)
+    source = FeatureJoin(path="users.parquet", on=["user", "shop"], valid_from="time", as_of="at", delay_seconds=delay)
+    joined = pin_sources([source], tmp_path, warehouse)
+    text = "action = 'skip' and row > 3"
+    filter_schema(warehouse, snapshot, joined, text)
+    found = read(open_reader(warehouse, snapshot, ["row", "item"], None, joined))
+    filtered = read(open_reader(warehouse, snapshot, ["row"], Selection(days=(), filter=text).expression(), joined))
+    expected = duckdb.sql(
+        f"SELECT s.row, v.item, v.action FROM rows s ASOF LEFT JOIN versions v ON s.user = v.user AND s.shop = v.shop"
+        f" AND v.time <= s.at - INTERVAL {delay} SECONDS ORDER BY s.row"
+    ).to_arrow_table()
+    assert found.column("item").to_pylist() == expected.column("item").to_pylist()
+    assert expected.column("item").null_count < 500
+    skipped = [row["row"] for row in expected.to_pylist() if row["action"] == "skip" and row["row"] > 3]
+    assert filtered.column("row").to_pylist() == skipped
+
+
+def test_a_table_of_the_warehouse_is_a_log_and_later_events_are_not_in_its_snapshot(warehouse):
+    random = np.random.default_rng(5)
+    rows, log = sample_rows(random), events(random)
+    snapshot = stored(warehouse, rows)
+    dated = by_day(log)
+    stored(warehouse, dated, "watched")
+    history = History(table="watched", on="user", time="time", as_of="at", columns=["item"], last=4)
+    joined = pin_sources([history], Path(), warehouse)
+    expected = cut(rows, dated, ["user"], 0, 4)
+    late = dated.slice(0, 300)
+    stored(warehouse, pa.concat_tables([dated, late]), "watched")
+    assert read(open_reader(warehouse, snapshot, ["item"], None, joined)).column("item").to_pylist() == expected
+    newer = pin_sources([history], Path(), warehouse)
+    assert read(open_reader(warehouse, snapshot, ["item"], None, newer)).column("item").to_pylist() != expected
+
+
+def by_day(log: pa.Table) -> pa.Table:
+    """Events with a time in table order: by day."""
+    log = log.filter(log.column("time").is_valid())
+    days = pa.array([time.date() for time in log.column("time").to_pylist()], pa.date32())
+    return log.append_column("day", days).sort_by([("day", "ascending")])
+
+
+Event = tuple[int, int, int]
+"""User, second and item."""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    early=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 9)), max_size=30),
+    late=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 9)), max_size=30),
+    other=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 9)), max_size=30),
+    at=st.integers(5, 60),
+    delay=st.integers(0, 5),
+)
+def test_no_event_at_or_after_the_border_changes_a_row(early, late, other, at, delay):
+    """Whatever is added, changed or removed there."""
+    border = at - delay
+    before = [event for event in early if event[1] < border]
+
+    def history(more: list[Event]) -> list[int]:
+        every = before + [event for event in more if event[1] >= border]
+        users, seconds, items = ([event[i] for event in every] for i in range(3))
+        keys, micros = [pa.array(users, pa.int64())], pa.array([1_000_000 * one for one in seconds], pa.int64())
+        index = TimedIndex(keys, micros, [pa.array(items, pa.int64())], "log", unique=False)
+        row = [pa.array([1], pa.int64())], pa.array([1_000_000 * at], pa.int64())
+        (first,), (end,) = index.find(*row, 1_000_000 * delay, until=False)
+        return index.values[0].to_pylist()[first:end]
+
+    expected = [item for user, _, item in sorted(before, key=lambda event: event[1]) if user == 1]
+    assert history(late) == history(other) == expected
+
+
+def test_times_of_every_kind_are_compared_in_utc():
+    moment = datetime.datetime(2025, 3, 1, 12, tzinfo=datetime.UTC)
+    micros = int(moment.timestamp() * 1_000_000)
+    berlin = pa.array([moment], pa.timestamp("s", "Europe/Berlin"))
+    naive = pa.array([moment.replace(tzinfo=None)], pa.timestamp("ms"))
+    assert to_micros("t", berlin).to_pylist() == to_micros("t", naive).to_pylist() == [micros]
+    assert to_micros("t", pa.array([moment.date()])).to_pylist() == [micros - 43_200_000_000]
+    parts = pa.array([-1_500, -1_000, 0, 1, 1_000, None], pa.timestamp("ns"))
+    assert to_micros("t", parts).to_pylist() == [-1, -1, 0, 1, 1, None]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a time that is none": ({"time": "item"}, "time 'item': expected timestamps or dates, got uint16"),
+    "rows without the time": ({"as_of": "when"}, "as_of 'when': expected a column of the table"),
+    "rows with another time": ({"as_of": "row"}, "as_of 'row': expected timestamps or dates, got int64"),
+    "a filter of unknown columns": (
+        {"where": "acton = 'skip'"},
+        "where, column 'acton': expected a column of the table",
+    ),
+    "a filter of another type": ({"where": "action = 3"}, "filter 'action = 3': expected"),
+    "a log without the time": ({"time": "tme"}, "column 'tme': expected a column of the table"),
+    "lists of lists": ({"columns": ["parts"]}, "column 'parts': expected a number, id, text or time of each event"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_a_history_is_refused(case, tmp_path, warehouse):
+    change, sentence = REFUSED[case]
+    random = np.random.default_rng(1)
+    snapshot, log = stored(warehouse, sample_rows(random)), events(random)
+    pq.write_table(log.append_column("parts", pa.array([[1]] * len(log))), tmp_path / "log.parquet")
+    given = {"path": "log.parquet", "on": "user", "time": "time", "as_of": "at", "columns": ["item"]} | change
+    with pytest.raises(ContractError) as error:
+        joined_schema(warehouse, snapshot, pin_sources([History(**given)], tmp_path, warehouse))
+    assert sentence in str(error.value)
+
+
+def test_a_key_with_two_values_from_one_moment_is_refused(tmp_path, warehouse):
+    moment = datetime.datetime(2025, 3, 1, 12)
+    users = pa.table({"user": [1, 2, 1], "since": [moment] * 3, "tier": [1, 2, 3]})
+    pq.write_table(users, tmp_path / "users.parquet")
+    snapshot = stored(warehouse, sample_rows(np.random.default_rng(1)))
+    source = FeatureJoin(path="users.parquet", on="user", valid_from="since", as_of="at")
+    with pytest.raises(DataError) as error:
+        read(open_reader(warehouse, snapshot, ["tier"], None, pin_sources([source], tmp_path, warehouse)))
+    assert str(error.value) == (
+        "features.joined 'users.parquet': expected each key once at each time, got key 1 more than once at 2025-03-01 "
+        "12:00:00. Remove duplicates."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"as_of": "at"}, "`as_of` together with `valid_from`, got one of them"),
+        ({"as_of": "at", "valid_from": "since", "day_column": "day"}, "`day_column` or `as_of`, got both"),
+        ({"delay_seconds": 5}, "`as_of` with `delay_seconds`, got none"),
+    ],
+)
+def test_times_that_do_not_fit_together_are_refused(options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        FeatureJoin(path="users.parquet", on="user", **options)
