@@ -9,9 +9,8 @@ import pyarrow.compute as pc
 
 from pipeline.errors import DataError
 from pipeline.transforms.column import sparse_from_arrow
+from pipeline.transforms.kernels.histories import Places, find_events
 from pipeline.transforms.kernels.row_hashes import row_hashes
-
-Places = npt.NDArray[np.int64]
 
 
 class KeyIndex:
@@ -94,10 +93,11 @@ class TimedIndex:
         numbers = self.keys.find(keys).to_numpy(zero_copy_only=False).astype(np.int64)
         own = times.to_numpy(zero_copy_only=False)
         order = np.lexsort((own, numbers))
-        self.times, ranks = np.unique(own, return_inverse=True)
-        self.codes: Places = numbers[order] * (len(self.times) + 1) + ranks[order]
+        self.times = np.ascontiguousarray(own[order])
+        self.starts = np.zeros(len(distinct) + 1, np.int64)
+        np.cumsum(np.bincount(numbers, minlength=len(distinct)), out=self.starts[1:])
         self.values = [value.take(pa.array(order)) for value in values]
-        twice = np.flatnonzero(self.codes[1:] == self.codes[:-1])
+        twice = np.flatnonzero((np.diff(self.times) == 0) & (np.diff(numbers[order]) == 0))
         if unique and len(twice):
             row = order[twice[0]]
             key, time = ", ".join(f"{one[row].as_py()}" for one in keys), times.cast(pa.timestamp("us"))[row].as_py()
@@ -108,7 +108,7 @@ class TimedIndex:
     @property
     def nbytes(self) -> int:
         """Approximate memory in bytes."""
-        return self.keys.nbytes + int(self.codes.nbytes + self.times.nbytes) + sum(one.nbytes for one in self.values)
+        return self.keys.nbytes + int(self.times.nbytes + self.starts.nbytes) + sum(one.nbytes for one in self.values)
 
     def find(self, keys: Sequence[pa.Array], times: pa.Array, delay: int, until: bool) -> tuple[Places, Places]:
         """Returns the first place of each row's key, and the place after the last one before the row's time.
@@ -121,11 +121,12 @@ class TimedIndex:
             until: Also counts rows of the source at exactly that time.
         """
         numbers = self.keys.find(keys)
-        known = pc.and_(numbers.is_valid(), times.is_valid()).to_numpy(zero_copy_only=False)
-        at = numbers.fill_null(0).to_numpy() * (len(self.times) + 1)
-        ranks = np.searchsorted(self.times, times.fill_null(0).to_numpy() - delay, "right" if until else "left")
-        first, end = np.searchsorted(self.codes, at), np.searchsorted(self.codes, at + ranks)
-        return np.where(known, first, 0), np.where(known, end, 0)
+        known = pc.and_(numbers.is_valid(), times.is_valid())
+        own = pc.if_else(known, numbers, pa.scalar(-1, pa.int64())).to_numpy(zero_copy_only=False)
+        borders = times.fill_null(0).to_numpy() - delay
+        first, end = np.empty(len(own), np.int64), np.empty(len(own), np.int64)
+        find_events(self.times, self.starts, own, borders, until, first, end)
+        return first, end
 
 
 def cut_lists(values: Sequence[pa.Array], first: Places, end: Places) -> list[pa.Array]:
