@@ -113,8 +113,8 @@ def tables(folder: Path, rows: int, events: int, users: int, length: int) -> dic
         [log.column("user").combine_chunks()], _micros(log.column("time")), [log.column("item").combine_chunks()],
         "log", unique=False,
     )  # fmt: skip
-    first, end = index.find([samples.column("user").combine_chunks()], _micros(samples.column("at")), 0, until=False)
-    (lists,) = cut_lists(index.values, np.maximum(first, end - length), end)
+    found = index.find([samples.column("user").combine_chunks()], _micros(samples.column("at")), 0, until=False)
+    (lists,) = cut_lists(index.values, np.maximum(found.first, found.end - length), found.end)
     history = History(table="log", on="user", time="time", as_of="at", last=length, columns=["item"], prefix="seen_")
     return {
         "stored": _spec(folder / "stored", samples.append_column("seen_item", lists), None, None),

@@ -214,12 +214,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return self
 
     @model_validator(mode="after")
-    def _histories_know_no_label(self) -> Self:
+    def _logs_tell_no_label(self) -> Self:
         outcomes = self.source.outcomes
-        for history in self.features.histories:
-            if outcomes is not None and history.path == outcomes.path and not history.delay_seconds:
+        for log in (*self.features.histories, *self.features.windows):
+            if outcomes is not None and log.path == outcomes.path and not log.delay_seconds:
                 raise ConfigError(
-                    f"delay_seconds of {history.place}", "1 or more, because labels are made of this log", "0",
+                    f"delay_seconds of {log.place}", "1 or more, because labels are made of this log", "0",
                     "Set it to the seconds after which an outcome is known when a row is served.",
                 )  # fmt: skip
         return self
@@ -287,8 +287,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             for key in ("valid_from", "as_of", "delay_seconds"):
                 if not source[key]:
                     del source[key]
-        if not features["histories"]:
-            del features["histories"]
+        for section in ("histories", "windows"):
+            if not features[section]:
+                del features[section]
         for group in (*features["dense"], *features["sparse"]):
             del group["on_missing"]  # decides whether a training starts, not what it learns
             if group.get("weights", "") is None:

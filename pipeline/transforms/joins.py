@@ -1,9 +1,10 @@
-"""Sources of columns that are joined to the rows: the newest values of a key, or its history, as of a row's time."""
+"""Sources of columns that are joined to the rows: values, histories and windows of a key, as of a row's time."""
 
 import fnmatch
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from pipeline.data.columns import Names
 from pipeline.data.filters import check_filter
@@ -47,9 +48,13 @@ class _Source(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=T
         """The source as an error names it."""
         return f"{self.section} '{self.name}'"
 
+    def added_names(self) -> list[str]:
+        """Returns names or patterns of the columns that are added."""
+        return [f"{self.prefix}{name}" for name in self.columns]
+
     def may_add(self, pattern: str) -> bool:
         """Whether a column that has this name or matches this pattern may be added."""
-        names = [f"{self.prefix}{name}" for name in self.columns]
+        names = self.added_names()
         return any(fnmatch.fnmatchcase(pattern, name) or fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
@@ -99,7 +104,29 @@ class FeatureJoin(_Source):
         return self.valid_from
 
 
-class History(_Source):
+class _EventLog(_Source):
+    """A log of events that are read as of a row's time."""
+
+    day_column: ClassVar[None] = None
+    lag_days: ClassVar[int] = 0
+    stored: ClassVar[bool] = False
+
+    time: str
+    """Column of the log (timestamp or date) with the time of an event."""
+    as_of: str
+    """Column of the rows (timestamp or date) with their time. A row reads only events before it, less
+    `delay_seconds`."""
+    where: str | None = None
+    """Filter of the events, such as `action = 'finish'`. Only those that it keeps are seen."""
+
+    @model_validator(mode="after")
+    def _filter_reads(self) -> Self:
+        if self.where is not None:
+            check_filter(self.where, None)
+        return self
+
+
+class History(_EventLog):
     """An event log from which the last events of a row's key, before the row's time, are cut when the row is read.
 
     Each added column is a list with a value for each event, the newest first, so that `first_x` keeps the newest. Of
@@ -111,22 +138,56 @@ class History(_Source):
     """
 
     section: ClassVar[str] = "features.histories"
-    day_column: ClassVar[None] = None
-    lag_days: ClassVar[int] = 0
-    stored: ClassVar[bool] = False
 
-    time: str
-    """Column of the log (timestamp or date) with the time of an event."""
-    as_of: str
-    """Column of the rows (timestamp or date) with their time. A row reads only events before it, less
-    `delay_seconds`."""
     last: PositiveInt = 100
     """Most events of a row: the newest ones."""
-    where: str | None = None
-    """Filter of the events, such as `action = 'finish'`. It counts before `last`."""
+
+
+class EventWindow(_EventLog):
+    """An event log of which the events of a row's key in spans of time before the row are counted, summed or averaged.
+
+    Adds `count_SECONDS`, `COLUMN_sum_SECONDS` and `COLUMN_mean_SECONDS`, after `prefix`.
+    """
+
+    section: ClassVar[str] = "features.windows"
+
+    columns: Names = ()
+    """Names or patterns of the columns to sum or average: numbers. Missing ones are left out."""
+    seconds: tuple[PositiveInt, ...] = Field(min_length=1)
+    """Lengths of the windows, such as `[3600, 604800]`. Each ends `delay_seconds` before the row's time. An event at
+    its start counts, one at its end does not."""
+    take: tuple[Literal["count", "sum", "mean"], ...] = ("count",)
+    """What to make of each window. count: number of events. sum and mean: of each column; without a number, the sum is
+    0 and the mean is missing. The mean of a column of 0 and 1 is a rate."""
 
     @model_validator(mode="after")
-    def _filter_reads(self) -> Self:
-        if self.where is not None:
-            check_filter(self.where, None)
+    def _columns_fit(self) -> Self:
+        summed = [one for one in self.take if one != "count"]
+        if bool(summed) != bool(self.columns):
+            found = "`columns` without them" if self.columns else f"take={summed[0]} without `columns`"
+            raise ConfigError(self.place, "`columns` with take sum or mean", found, "Add what is missing.")
         return self
+
+    def made(self, columns: Sequence[str]) -> dict[str, tuple[str | None, str, int]]:
+        """Returns the added columns: name -> column of the log, what is taken of it, and seconds of the window.
+
+        Args:
+            columns: Those that `columns` names.
+        Example:
+            >>> clicks = EventWindow(path="clicks", on="user", time="time", as_of="at", seconds=[60], prefix="clicks_")
+            >>> clicks.made([])
+            {'clicks_count_60': (None, 'count', 60)}
+        """
+        found: dict[str, tuple[str | None, str, int]] = {}
+        for take in self.take:
+            for column in [None] if take == "count" else columns:
+                for seconds in self.seconds:
+                    name = take if column is None else f"{column}_{take}"
+                    found[f"{self.prefix}{name}_{seconds}"] = (column, take, seconds)
+        return found
+
+    def added_names(self) -> list[str]:
+        return list(self.made(self.columns))
+
+
+AnySource = FeatureJoin | History | EventWindow

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
 from pipeline.data.columns import Names
 from pipeline.errors import ColumnError, closest_names
-from pipeline.transforms.joins import FeatureJoin, History
+from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.kinds import Kind
 from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.dense import FillNull, Standardise
@@ -82,6 +82,8 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Feature sources. Groups can name their columns as if they were in the table."""
     histories: tuple[History, ...] = ()
     """Event logs. Groups can name the lists that are cut from them as if they were in the table."""
+    windows: tuple[EventWindow, ...] = ()
+    """Event logs. Groups can name the counts, sums and means of their events as if they were in the table."""
     dense: tuple[DenseGroup, ...] = ()
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
     allow_deprecated: bool = False
@@ -110,9 +112,9 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
         return values | {kind: [put(group) for group in found] for kind, found in groups.items()}
 
     @property
-    def sources(self) -> tuple[FeatureJoin | History, ...]:
+    def sources(self) -> tuple[AnySource, ...]:
         """All sources of columns that the table lacks, or has from a backfill."""
-        return (*self.joined, *self.histories)
+        return (*self.joined, *self.histories, *self.windows)
 
     def named_columns(self) -> list[str]:
         """Returns the names and patterns of all columns that features read."""

@@ -1,4 +1,4 @@
-"""Lists cut from a log of events train the model that lists stored in the rows train."""
+"""Lists and windows of a log of events train the model that the same values stored in the rows train."""
 
 import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ CONFIG: dict[str, Any] = {
     "name": "histories",
     "source": {"path": "samples.parquet", "day_column": "at"},
     "features": {
-        "dense": [{"columns": ["num"]}],
+        "dense": [{"columns": ["num", "week_*"]}],
         "sparse": [
             {"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 50}]},
             {
@@ -43,6 +43,10 @@ CONFIG: dict[str, Any] = {
     "evaluation": {"workers": 1, "importance_rows": None},
 }
 HISTORY = {"on": "user", "time": "time", "as_of": "at", "last": LAST, "columns": "item", "prefix": "seen_"}
+WINDOW = {
+    "on": "user", "time": "time", "as_of": "at", "seconds": [604_800], "take": ["count", "mean"], "columns": "minutes",
+    "prefix": "week_",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -57,20 +61,31 @@ def logs(tmp_path: Path) -> Path:
     time, finished = random.integers(-86_400, DAYS * 86_400, m), random.random(m) < 0.6
     users, watchers, items = random.integers(0, USERS, n), random.integers(0, USERS, m), random.integers(0, ITEMS, m)
     worth = random.normal(size=ITEMS)
-    lists, labels = [], []
+    minutes = random.integers(1, 90, m)
+    lists, labels, counts, means = [], [], [], []
     for user, moment in zip(users, at, strict=True):
         mine = np.flatnonzero((watchers == user) & (time < moment) & finished)
         known = mine[np.argsort(time[mine], kind="stable")][::-1][:LAST]
         lists.append(items[known].tolist())
+        inside = mine[(time[mine] >= moment - 604_800) & finished[mine]]
+        counts.append(len(inside))
+        means.append(float(minutes[inside].mean()) if len(inside) else None)
         labels.append(int(random.random() < 1.0 / (1.0 + np.exp(-3.0 * worth[items[known]][:3].sum()))))
 
     def moments(seconds: np.ndarray) -> pa.Array:
         return pa.array([START + datetime.timedelta(seconds=int(one)) for one in seconds], pa.timestamp("us"))
 
     samples = {"at": moments(at), "user": users, "num": random.normal(size=n), "label": labels}
-    log = {"time": moments(time), "user": watchers, "item": items, "action": np.where(finished, "finish", "leave")}
+    log = {
+        "time": moments(time),
+        "user": watchers,
+        "item": items,
+        "minutes": minutes,
+        "action": np.where(finished, "finish", "leave"),
+    }
     pq.write_table(pa.table(samples), tmp_path / "samples.parquet")
-    pq.write_table(pa.table(samples | {"seen_item": lists}), tmp_path / "with_lists.parquet")
+    ready = {"seen_item": lists, "week_count_604800": counts, "week_minutes_mean_604800": means}
+    pq.write_table(pa.table(samples | ready), tmp_path / "ready.parquet")
     (tmp_path / "log").mkdir()
     pq.write_table(pa.table(log)[:4_000], tmp_path / "log" / "a.parquet")
     pq.write_table(pa.table(log)[4_000:], tmp_path / "log" / "b.parquet")
@@ -85,13 +100,14 @@ def write_config(logs: Path, samples: str, name: str, **features: Any) -> str:
 
 
 @pytest.mark.slow
-def test_a_history_trains_like_the_same_lists_in_the_rows(logs, command, tmp_path):
-    """The same weights bit for bit, scores and served probabilities. The table has no lists, and the log's future is
-    not seen."""
+def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, command, tmp_path):
+    """The same weights bit for bit, scores and served probabilities. The table has none of them, and the log's future
+    is not seen."""
     home = tmp_path / "home"
-    history = HISTORY | {"path": str(logs / "log" / "*.parquet"), "where": "action = 'finish'"}
-    cut = write_config(logs, "samples.parquet", "cut", histories=[history])
-    kept = write_config(logs, "with_lists.parquet", "kept")
+    finished = {"path": str(logs / "log" / "*.parquet"), "where": "action = 'finish'"}
+    window = WINDOW | finished
+    cut = write_config(logs, "samples.parquet", "cut", histories=[HISTORY | finished], windows=[window])
+    kept = write_config(logs, "ready.parquet", "kept")
     code, found, log = command(end_to_end, cut, home=home)
     assert code == 0, log
     code, expected, log = command(end_to_end, kept, home=home)
@@ -112,8 +128,10 @@ def test_a_history_trains_like_the_same_lists_in_the_rows(logs, command, tmp_pat
 
     mlflow.set_tracking_uri(Workspace(load(cut, {"home": str(home)})).tracking.uri)
     model = mlflow.pyfunc.load_model("models:/cut@champion")
-    rows = pq.read_table(logs / "with_lists.parquet").slice(1_500).to_pandas()
-    served = model.predict(rows[["user", "num", "seen_item"]])["probability"]
+    rows = pq.read_table(logs / "ready.parquet").slice(1_500).to_pandas()
+    served = model.predict(rows[["user", "num", *(name for name in rows if name.startswith(("seen_", "week_")))]])[
+        "probability"
+    ]
     offline = scores["cut"].slice(1_500).column("probability").to_numpy()
     np.testing.assert_allclose(served.to_numpy(), offline, atol=1e-6)
 

@@ -1,6 +1,7 @@
 """Finds rows of a feature source by key, and by key and time."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,19 @@ class KeyIndex:
             seen.add(key)
 
 
+class TimedRows(NamedTuple):
+    """Rows and what a source has for them. Each is int64 [N]."""
+
+    numbers: Places
+    """Number of the key; -1: the source does not have it, or the row has no time."""
+    borders: Places
+    """Time to which the row sees the source, in microseconds since 1970."""
+    first: Places
+    """First place of the key."""
+    end: Places
+    """Place after the last one that the row sees. Equal to `first`: it sees none."""
+
+
 class TimedIndex:
     """Rows of a feature source, found by key and time.
 
@@ -110,10 +124,8 @@ class TimedIndex:
         """Approximate memory in bytes."""
         return self.keys.nbytes + int(self.times.nbytes + self.starts.nbytes) + sum(one.nbytes for one in self.values)
 
-    def find(self, keys: Sequence[pa.Array], times: pa.Array, delay: int, until: bool) -> tuple[Places, Places]:
-        """Returns the first place of each row's key, and the place after the last one before the row's time.
-
-        Both are int64 [N], and equal where there is none.
+    def find(self, keys: Sequence[pa.Array], times: pa.Array, delay: int, until: bool) -> TimedRows:
+        """Returns where each row's key begins, and the place after the last one before the row's time.
 
         Args:
             times: int64 [N], microseconds since 1970 in UTC.
@@ -124,9 +136,20 @@ class TimedIndex:
         known = pc.and_(numbers.is_valid(), times.is_valid())
         own = pc.if_else(known, numbers, pa.scalar(-1, pa.int64())).to_numpy(zero_copy_only=False)
         borders = times.fill_null(0).to_numpy() - delay
-        first, end = np.empty(len(own), np.int64), np.empty(len(own), np.int64)
-        find_events(self.times, self.starts, own, borders, until, first, end)
-        return first, end
+        first = np.where(own < 0, 0, self.starts[own])
+        rows = TimedRows(own, borders, first, first)
+        return rows._replace(end=self.places(rows, 0, until))
+
+    def places(self, rows: TimedRows, back: int, until: bool) -> Places:
+        """Returns the place after the last event of each row's key before its border, int64 [N].
+
+        Args:
+            back: Microseconds to go back from the borders.
+            until: As in `find`.
+        """
+        end = np.empty(len(rows.numbers), np.int64)
+        find_events(self.times, self.starts, rows.numbers, rows.borders, back, until, end)
+        return end
 
 
 def cut_lists(values: Sequence[pa.Array], first: Places, end: Places) -> list[pa.Array]:

@@ -10,9 +10,11 @@ from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.schema import Schema
 
 from pipeline.data.filters import parse_filter
-from pipeline.data.joined.index import KeyIndex, TimedIndex, cut_lists
+from pipeline.data.joined.index import KeyIndex, TimedIndex, TimedRows, cut_lists
 from pipeline.data.joined.source import FeatureSource, PinnedSource, added_columns, to_filter_schema
-from pipeline.data.joined.stored import key_type, to_key_form, to_micros
+from pipeline.data.joined.stored import MICROS, key_type, to_key_form, to_micros, to_numbers
+from pipeline.transforms.joins import EventWindow, FeatureJoin, History
+from pipeline.transforms.kernels.histories import sum_values
 from storage.reader import Fragment, SnapshotReader, SnapshotRef, compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse
 
@@ -33,37 +35,61 @@ class SourceColumns:
         self.source, self.names = source, list(names)
         self.on, self.as_of = source.source.on, source.source.as_of
         self.needed = [*self.on, *([] if self.as_of is None else [self.as_of])]
-        self.delay = 1_000_000 * source.source.delay_seconds
+        self.loaded = self.names
+        if isinstance(source.source, EventWindow):
+            self.made = source.source.made(list(source.added))
+            self.loaded = list(dict.fromkeys(of for of, _, _ in map(self.made.__getitem__, names) if of is not None))
         self.cache: dict[datetime.date | None, KeyIndex | TimedIndex] = {}
         self.rows = self.matched = 0
 
     def look_up(self, columns: Mapping[str, pa.Array], day: datetime.date) -> list[pa.Array]:
-        """Returns the columns for rows of a day. Keys without a match give nulls, or empty lists.
+        """Returns the columns for rows of a day. Keys without a match give nulls, empty lists or a count of 0.
 
         Args:
             columns: Those in `needed`, for each row.
         """
-        where = self.source.pinned.where
+        source, where = self.source.source, self.source.pinned.where
         keys = [to_key_form(f"{where}, key '{name}'", columns[name]) for name in self.on]
-        index = self.load_day(day if self.source.source.day_column is not None else None)
+        index = self.load_day(day if source.day_column is not None else None)
         self.rows += len(keys[0])
-        if not isinstance(index, TimedIndex):
+        if isinstance(index, KeyIndex):
             places = index.find(keys)
             self.matched += len(places) - places.null_count
             return [values.take(places) for values in index.values]
         assert self.as_of is not None
-        times, last = to_micros(f"{where}, as_of '{self.as_of}'", columns[self.as_of]), self.source.last
-        first, end = index.find(keys, times, self.delay, until=last is None)
-        self.matched += int((first < end).sum())
-        if last is None:
-            places = pa.array(end - 1, mask=first == end)
-            return [values.take(places) for values in index.values]
-        return cut_lists(index.values, np.maximum(first, end - last), end)
+        times = to_micros(f"{where}, as_of '{self.as_of}'", columns[self.as_of])
+        rows = index.find(keys, times, MICROS * source.delay_seconds, until=isinstance(source, FeatureJoin))
+        self.matched += int((rows.first < rows.end).sum())
+        if isinstance(source, History):
+            return cut_lists(index.values, np.maximum(rows.first, rows.end - source.last), rows.end)
+        if isinstance(source, EventWindow):
+            return self._take_windows(source, index, rows)
+        places = pa.array(rows.end - 1, mask=rows.first == rows.end)
+        return [values.take(places) for values in index.values]
+
+    def _take_windows(self, window: EventWindow, index: TimedIndex, rows: TimedRows) -> list[pa.Array]:
+        begins = {seconds: index.places(rows, MICROS * seconds, until=False) for seconds in window.seconds}
+        sums = {
+            (name, seconds): sum_values(values.to_numpy(), begin, rows.end)
+            for name, values in zip(self.loaded, index.values, strict=True)
+            for seconds, begin in begins.items()
+        }
+        found = []
+        for column, take, seconds in map(self.made.__getitem__, self.names):
+            if column is None:
+                found.append(pa.array(rows.end - begins[seconds]))
+                continue
+            total, numbers = sums[column, seconds]
+            if take == "sum":
+                found.append(pa.array(total))
+            else:
+                found.append(pa.array(total / np.maximum(numbers, 1), mask=numbers == 0))
+        return found
 
     def load_day(self, day: datetime.date | None) -> "KeyIndex | TimedIndex":
         """Returns the rows of a day, from the cache if possible."""
         if day not in self.cache:
-            source, names = self.source, self.names
+            source, names = self.source, self.loaded
             parts = list(source.rows(day, names))
             kinds = [key_type("key", source.raw.field(name).type) for name in self.on]
             keys = [_concatenate([part.keys[i] for part in parts], kind) for i, kind in enumerate(kinds)]
@@ -74,7 +100,9 @@ class SourceColumns:
                 self.cache[day] = KeyIndex(keys, values, where)
             else:
                 times = _concatenate([part.times for part in parts if part.times is not None], pa.int64())
-                self.cache[day] = TimedIndex(keys, times, values, where, unique=source.last is None)
+                values = [to_numbers(value) for value in values] if isinstance(source.source, EventWindow) else values
+                unique = isinstance(source.source, FeatureJoin)
+                self.cache[day] = TimedIndex(keys, times, values, where, unique)
             while len(self.cache) > 1 and sum(index.nbytes for index in self.cache.values()) > CACHE_BYTES:
                 self.cache.pop(next(iter(self.cache)))
         return self.cache[day]

@@ -17,7 +17,7 @@ from pipeline.data.files import CSV, Stamp, address_of, find_files, fingerprint,
 from pipeline.data.filters import check_filter, parse_filter
 from pipeline.data.joined.stored import key_type, stored_type, to_days, to_key_form, to_micros, to_stored_form
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.transforms.joins import FeatureJoin, History
+from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.schema import resolve, unknown_column
 from storage.arrow import is_list
 from storage.objects import find_objects, is_address, open_file
@@ -31,7 +31,7 @@ CSV_BLOCK_BYTES = 8 << 20
 class PinnedSource(BaseModel, frozen=True):
     """A feature source as it was when the work was planned. Any process can open it."""
 
-    source: FeatureJoin | History
+    source: AnySource
     files: tuple[str, ...] = ()
     stamps: tuple[Stamp, ...] = ()
     snapshot: SnapshotRef | None = None
@@ -53,7 +53,7 @@ class SourceRows(NamedTuple):
     values: list[pa.Array]
 
 
-def pin_sources(sources: Sequence[FeatureJoin | History], root: Path, warehouse: Warehouse) -> tuple[PinnedSource, ...]:
+def pin_sources(sources: Sequence[AnySource], root: Path, warehouse: Warehouse) -> tuple[PinnedSource, ...]:
     """Pins the current state of the sources.
 
     Args:
@@ -99,9 +99,8 @@ class FeatureSource:
     """Rows of a pinned feature source, in the types that the warehouse stores.
 
     Attributes:
-        added: Name of an added column -> its column in the source.
-        kinds: Name of an added column -> type of its values.
-        last: Most events of a row. None: it is not a history.
+        added: Name of an added column -> its column in the source. Of a window, the columns that it reads.
+        kinds: The same name -> type of its values.
         schema: The added columns.
         bytes_read: Bytes of the columns read so far, compressed.
     Raises:
@@ -122,19 +121,15 @@ class FeatureSource:
             to_micros(f"{pinned.where}, time '{self.source.time}'", pa.array([], self.raw.field(self.source.time).type))
         reserved = {*self.source.on, *named, DAY}
         wanted = resolve(self.source.columns, [name for name in own if name not in reserved], pinned.where)
-        self.added = {f"{self.source.prefix}{name}": name for name in wanted}
+        prefix = "" if isinstance(self.source, EventWindow) else self.source.prefix
+        self.added = {f"{prefix}{name}": name for name in wanted}
         raw = {name: self.raw.field(raw).type for name, raw in self.added.items()}
         self.kinds = {name: stored_type(f"{pinned.where}, column '{name}'", kind) for name, kind in raw.items()}
-        self.last = self.source.last if isinstance(self.source, History) else None
-        if self.last is not None:
-            self._refuse_lists()
-        self.schema = pa.schema(
-            [(name, kind if self.last is None else pa.large_list(kind)) for name, kind in self.kinds.items()]
-        )
+        self.schema = self._added_schema()
         self.compared, self.keep = self._open_filter()
 
     def rows(self, day: datetime.date | None, names: Sequence[str]) -> Iterator[SourceRows]:
-        """Yields keys and added columns `names` for batches of the rows that join to a day.
+        """Yields keys and the columns `names` of `added` for batches of the rows that join to a day.
 
         Args:
             day: None for all rows.
@@ -149,17 +144,24 @@ class FeatureSource:
             times = to_micros(f"{where}, time '{time[0]}'", kept.column(time[0])) if time else None
             yield SourceRows(keys, times, values)
 
-    def _refuse_lists(self) -> None:
-        lists = [name for name, kind in self.kinds.items() if is_list(kind)]
-        if lists:
-            raise ConfigError(
-                f"{self.pinned.where}, column '{lists[0]}'", "a number, id, text or time of each event",
-                f"{self.kinds[lists[0]]}", "Leave it out of `columns`.",
-            )  # fmt: skip
+    def _added_schema(self) -> pa.Schema:
+        """Returns the columns that are added. Refuses those of a log that cannot make them."""
+        if isinstance(self.source, FeatureJoin):
+            return pa.schema(list(self.kinds.items()))
+        for name, kind in self.kinds.items():
+            number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+            if is_list(kind) or (isinstance(self.source, EventWindow) and not number):
+                expected = "a number" if isinstance(self.source, EventWindow) else "a number, id, text or time"
+                where = f"{self.pinned.where}, column '{name}'"
+                raise ConfigError(where, f"{expected} of each event", f"{kind}", "Leave it out of `columns`.")
+        if isinstance(self.source, History):
+            return pa.schema([(name, pa.large_list(kind)) for name, kind in self.kinds.items()])
+        made = self.source.made(list(self.added))
+        return pa.schema([(name, pa.int64() if of is None else pa.float64()) for name, (of, _, _) in made.items()])
 
     def _open_filter(self) -> tuple[list[str], pc.Expression | None]:
         """Returns the columns that the filter of events compares, and the filter."""
-        if not isinstance(self.source, History) or self.source.where is None:
+        if isinstance(self.source, FeatureJoin) or self.source.where is None:
             return [], None
         text = self.source.where
         for name in (names := compared_columns(parse_filter(text))):

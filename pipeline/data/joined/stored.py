@@ -6,6 +6,8 @@ import pyarrow.compute as pc
 from pipeline.errors import ConfigError, DataError
 from storage.arrow import is_list, is_text
 
+MICROS = 1_000_000
+"""Microseconds of a second."""
 ZONED = r"^.{10}.*([Zz]|[+-]\d{2}(:?\d{2})?)$"
 """A text with more than its day that ends in a time zone."""
 SMALL = {pa.int8(): pa.int32(), pa.int16(): pa.int32(), pa.uint8(): pa.int32(), pa.uint16(): pa.int32()}
@@ -71,6 +73,12 @@ def to_key_form(where: str, array: pa.Array) -> pa.Array:
 def key_type(where: str, kind: pa.DataType) -> pa.DataType:
     """Returns the comparable type of keys. Raises as `to_key_form`."""
     return to_key_form(where, pa.array([], kind)).type
+
+
+def to_numbers(array: pa.Array) -> pa.Array:
+    """Returns numbers or booleans as float64, with NaN for null."""
+    plain = array.cast(pa.int8()) if pa.types.is_boolean(array.type) else array
+    return pc.fill_null(plain.cast(pa.float64(), safe=False), float("nan"))
 
 
 def to_micros(where: str, array: pa.Array) -> pa.Array:

@@ -18,7 +18,7 @@ from pipeline.data.joined.source import pin_sources
 from pipeline.data.joined.stored import to_micros
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.transforms.joins import FeatureJoin, History
+from pipeline.transforms.joins import EventWindow, FeatureJoin, History
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
 from tests.pipeline.data.joined.test_reader import read, stored
@@ -139,6 +139,51 @@ def test_values_as_of_a_row_are_those_of_an_asof_join(delay, tmp_path, warehouse
     assert filtered.column("row").to_pylist() == skipped
 
 
+@pytest.mark.parametrize(("delay", "action"), [(0, None), (1_800, "finish")])
+def test_windows_are_those_of_a_join_by_time(delay, action, tmp_path, warehouse):
+    """In DuckDB: each row with every event of its key in the window. A window begins with an event at its start."""
+    random = np.random.default_rng(delay)
+    rows, log = sample_rows(random), events(random)
+    watched = pa.array(random.normal(size=len(log)), mask=random.random(len(log)) < 0.3)
+    log = log.append_column("watched", watched).append_column("liked", pa.array(random.random(len(log)) < 0.4))
+    for i in range(3):
+        pq.write_table(log[i::3] if i else log[:0], tmp_path / f"{i}.parquet")
+    pq.write_table(log[::3], tmp_path / "3.parquet")
+    snapshot = stored(warehouse, rows)
+    window = EventWindow(
+        path="?.parquet", on=["user", "shop"], time="time", as_of="at", delay_seconds=delay, prefix="w_",
+        where=None if action is None else f"action = '{action}'", seconds=[3_600, 86_400],
+        take=["count", "sum", "mean"], columns=["item", "watched", "liked"],
+    )  # fmt: skip
+    joined = pin_sources([window], tmp_path, warehouse)
+    made = ", ".join(
+        f"count(e.time) FILTER ({inside}) w_count_{seconds}, "
+        + ", ".join(
+            f"coalesce(sum({column}) FILTER ({inside}), 0) w_{column}_sum_{seconds}, "
+            f"avg({column}) FILTER ({inside}) w_{column}_mean_{seconds}"
+            for column in ("item", "watched", "liked::INT")
+        ).replace("liked::INT_", "liked_")
+        for seconds in (3_600, 86_400)
+        for inside in [f"WHERE e.time >= s.at - INTERVAL {delay + seconds} SECONDS"]
+    )
+    kept = "" if action is None else f" AND e.action = '{action}'"
+    expected = duckdb.sql(
+        f"SELECT s.row, {made} FROM rows s LEFT JOIN log e ON s.user = e.user AND s.shop = e.shop{kept}"
+        f" AND e.time < s.at - INTERVAL {delay} SECONDS GROUP BY s.row ORDER BY s.row"
+    ).to_arrow_table()
+    names = joined_schema(warehouse, snapshot, joined).names[rows.num_columns :]
+    assert sorted(names) == sorted(expected.column_names[1:])
+    found = read(open_reader(warehouse, snapshot, names, None, joined))
+    assert found.column("w_count_86400").type == pa.int64()
+    for name in names:
+        numbers = [column.cast(pa.float64()).to_numpy() for column in (found.column(name), expected.column(name))]
+        np.testing.assert_allclose(*numbers, rtol=1e-12, atol=1e-12, err_msg=name)
+    assert 50 < sum(found.column("w_count_3600").to_pylist()) < sum(found.column("w_count_86400").to_pylist())
+    some = names[3:5]  # a model reads only some
+    again = read(open_reader(warehouse, snapshot, some, None, joined))
+    assert again == found.select(some)
+
+
 def test_a_table_of_the_warehouse_is_a_log_and_later_events_are_not_in_its_snapshot(warehouse):
     random = np.random.default_rng(5)
     rows, log = sample_rows(random), events(random)
@@ -185,8 +230,8 @@ def test_no_event_at_or_after_the_border_changes_a_row(early, late, other, at, d
         keys, micros = [pa.array(users, pa.int64())], pa.array([1_000_000 * one for one in seconds], pa.int64())
         index = TimedIndex(keys, micros, [pa.array(items, pa.int64())], "log", unique=False)
         row = [pa.array([1], pa.int64())], pa.array([1_000_000 * at], pa.int64())
-        (first,), (end,) = index.find(*row, 1_000_000 * delay, until=False)
-        return index.values[0].to_pylist()[first:end]
+        found = index.find(*row, 1_000_000 * delay, until=False)
+        return index.values[0].to_pylist()[found.first[0] : found.end[0]]
 
     expected = [item for user, _, item in sorted(before, key=lambda event: event[1]) if user == 1]
     assert history(late) == history(other) == expected
@@ -254,3 +299,16 @@ def test_a_key_with_two_values_from_one_moment_is_refused(tmp_path, warehouse):
 def test_times_that_do_not_fit_together_are_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         FeatureJoin(path="users.parquet", on="user", **options)
+
+
+def test_windows_need_columns_to_sum_and_these_need_numbers(tmp_path, warehouse):
+    given: dict[str, Any] = {"path": "log.parquet", "on": "user", "time": "time", "as_of": "at", "seconds": [60]}
+    for options in ({"take": ["sum"]}, {"columns": ["item"]}):
+        with pytest.raises(ConfigError, match="expected `columns` with take sum or mean"):
+            EventWindow(**given, **options)
+    random = np.random.default_rng(1)
+    snapshot = stored(warehouse, sample_rows(random))
+    pq.write_table(events(random), tmp_path / "log.parquet")
+    joined = pin_sources([EventWindow(**given, take=["mean"], columns=["action"])], tmp_path, warehouse)
+    with pytest.raises(ConfigError, match=r"column 'action': expected a number of each event, got large_string"):
+        joined_schema(warehouse, snapshot, joined)
