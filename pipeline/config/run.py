@@ -56,7 +56,17 @@ EXECUTION_KEYS = {
     "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows", "session_column"},
 }
 """Keys that do not change what is learned, left out of a training's identity."""
-PLACEMENT_KEYS = {"world_size", "sharding", "partitioner", "memory_per_rank_bytes", "embedding_kernel"}
+NEW_KEYS = ("lanes", "hosts", "network_bytes_per_second")
+"""Keys of `training` that earlier versions lacked. A key at its default has no part in the identity."""
+PLACEMENT_KEYS = {
+    "world_size",
+    "hosts",
+    "network_bytes_per_second",
+    "sharding",
+    "partitioner",
+    "memory_per_rank_bytes",
+    "embedding_kernel",
+}
 """Keys of `training` that do not change what is learned in lanes. Without lanes, they change the last bits."""
 
 
@@ -165,12 +175,18 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     @model_validator(mode="after")
     def _plans_fit_several_hosts(self) -> Self:
-        kinds = sorted(requested_sharding_types(self.training.sharding) & HOST_SHARDING)
-        if self.ranks_are_elsewhere and kinds:
+        training = self.training
+        if training.hosts > 1 and not self.ranks_are_elsewhere:
             raise ConfigError(
-                f"training.sharding with launcher={self.training.launcher}", "types that do not divide a table among "
-                "the ranks of one host, because the planner knows no hosts", ", ".join(kinds),
-                "Choose another type, or launcher: processes.",
+                f"training.hosts with launcher={training.launcher}", "preprocessing.ray_address, the cluster that has "
+                "them", "None, which starts Ray on this machine", "Set it, or leave out hosts.",
+            )  # fmt: skip
+        kinds = sorted(requested_sharding_types(training.sharding) & HOST_SHARDING)
+        if self.ranks_are_elsewhere and training.hosts == 1 and kinds:
+            raise ConfigError(
+                f"training.sharding with launcher={training.launcher}", "types that do not divide a table among the "
+                "ranks of one host, because training.hosts=1 names no hosts", ", ".join(kinds),
+                "Set training.hosts, choose another type, or launcher: processes.",
             )  # fmt: skip
         return self
 
@@ -276,9 +292,10 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
-        if self.training.lanes is None:
-            del values["training"]["lanes"]
-        else:
+        for key in NEW_KEYS:
+            if getattr(self.training, key) == TrainConfig.model_fields[key].default:
+                del values["training"][key]
+        if self.training.lanes is not None:
             values["training"] = {key: value for key, value in values["training"].items() if key not in PLACEMENT_KEYS}
         hidden = ("allow_deprecated", "map_keys")  # names of keys are keys by now
         features = {key: value for key, value in values["features"].items() if key not in hidden}

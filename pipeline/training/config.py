@@ -82,6 +82,14 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
 
     world_size: PositiveInt = 2
     """Number of ranks, one process each."""
+    hosts: PositiveInt = 1
+    """Hosts that the ranks are on, as many on each and those of a host one after another. Several need launcher ray or
+    external. The sharding planner then counts what crosses the network, and `table_row_wise` and `grid_shard` divide
+    the rows of a table among the ranks of one host. 1: one host, or several that the planner does not know."""
+    network_bytes_per_second: PositiveFloat | None = None
+    """Bytes that a host sends over the network in a second, shared by its ranks. The sharding planner weighs it against
+    TorchRec's figure within a host, 640 GB, also on CPU. Only with several hosts. None: TorchRec's, 13.4 GB per rank.
+    """
     launcher: Literal["processes", "ray", "external"] = "processes"
     """What starts the ranks. processes: processes on this machine. ray: Ray Train workers on the cluster at
     `preprocessing.ray_address`; without an address, on a temporary local cluster. external: torchrun or SLURM, by a
@@ -231,6 +239,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 "training.embedding_kernel", "fbgemm or auto with fp16 tables or on CUDA", "numba",
                 "Set embedding_kernel: auto.",
             )  # fmt: skip
+        self._require_hosts()
         if self.sync != "synchronous":
             self._require_shareable()
         if self.lanes is not None:
@@ -250,6 +259,19 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 "Raise batch_rows.",
             )  # fmt: skip
         return self
+
+    def _require_hosts(self) -> None:
+        """Refuses hosts on which the ranks cannot be."""
+        if self.world_size % self.hosts:
+            raise ConfigError(
+                "training.hosts", f"a divisor of world_size={self.world_size}", f"{self.hosts}",
+                "Change one of them: each host has as many ranks.",
+            )  # fmt: skip
+        if self.hosts > 1 and self.launcher == "processes":
+            raise ConfigError(
+                f"training.hosts with launcher={self.launcher}", "1, since processes are on this machine",
+                f"{self.hosts}", "Leave it out, or set launcher: ray or external.",
+            )  # fmt: skip
 
     def _require_shareable(self) -> None:
         """Refuses settings that ranks cannot use when they share tables and do not wait for one another."""
@@ -350,6 +372,21 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             {'gpu_host': 1.0, 'GPU': 1.0}
         """
         return dict(self.resources) | ({"GPU": 1.0} if self.device == "cuda" else {})
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Number of ranks on each host.
+
+        Example:
+            >>> TrainConfig(world_size=8, hosts=2, launcher="external").ranks_per_host
+            4
+        """
+        return self.world_size // self.hosts
+
+    @property
+    def on_one_host(self) -> "TrainConfig":
+        """The config for ranks that are processes of this machine, whatever the launcher."""
+        return self.model_copy(update={"hosts": 1})
 
     @property
     def averages(self) -> bool:

@@ -477,9 +477,58 @@ def test_a_table_is_not_divided_among_the_ranks_of_a_host_that_the_planner_does_
         load("configs/smoke.yaml", keys)
     assert str(caught.value) == (
         "training.sharding with launcher=external: expected types that do not divide a table among the ranks of one "
-        f"host, because the planner knows no hosts, got {kind}. Choose another type, or launcher: processes."
+        f"host, because training.hosts=1 names no hosts, got {kind}. Set training.hosts, choose another type, or "
+        "launcher: processes."
     )
     assert load("configs/smoke.yaml", keys | {"training.launcher": "processes"}).training.sharding == kind
+    assert load("configs/smoke.yaml", keys | {"training.hosts": 2}).training.ranks_per_host == 1
+
+
+NO_HOSTS = {
+    "uneven": (
+        {"training.hosts": 2, "training.world_size": 3, "training.launcher": "external"},
+        "training.hosts: expected a divisor of world_size=3, got 2. Change one of them: each host has as many ranks.",
+    ),
+    "processes": (
+        {"training.hosts": 2},
+        "training.hosts with launcher=processes: expected 1, since processes are on this machine, got 2. "
+        "Leave it out, or set launcher: ray or external.",
+    ),
+    "a temporary cluster": (
+        {"training.hosts": 2, "training.launcher": "ray"},
+        "training.hosts with launcher=ray: expected preprocessing.ray_address, the cluster that has them, got None, "
+        "which starts Ray on this machine. Set it, or leave out hosts.",
+    ),
+    "shared tables": (
+        {"training.hosts": 2, "training.launcher": "external", "training.sync": "hogwild"},
+        "training.launcher with sync=hogwild: expected processes, since ranks share memory of one machine, "
+        "got external. Change it, or set sync: synchronous.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_HOSTS)
+def test_hosts_that_the_ranks_cannot_be_on_are_refused(case: str) -> None:
+    keys, sentence = NO_HOSTS[case]
+    with pytest.raises(ConfigError) as caught:
+        load("configs/smoke.yaml", {"preprocessing.executor": "inline", **keys})
+    assert str(caught.value) == sentence
+
+
+def test_hosts_are_part_of_the_identity_only_if_the_planner_knows_them() -> None:
+    """As the sharding is: its sums differ in their last bits. Trainings of earlier versions keep their identity."""
+    keys = {"training.launcher": "external", "preprocessing.executor": "inline"}
+    one, two, same = (
+        load("configs/smoke.yaml", keys | more).semantics()["training"]
+        for more in ({}, {"training.hosts": 2, "training.network_bytes_per_second": 1e9}, {"training.hosts": 1})
+    )
+    assert one == same
+    assert two == one | {"hosts": 2, "network_bytes_per_second": 1e9}
+    lanes = [
+        load("configs/smoke.yaml", keys | {"training.lanes": 4, "training.hosts": hosts}).semantics()
+        for hosts in (1, 2)
+    ]
+    assert lanes[0] == lanes[1]
 
 
 def test_numbers_of_yaml_1_1_are_text(tmp_path):

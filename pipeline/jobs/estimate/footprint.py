@@ -181,13 +181,13 @@ def estimate_single_rank(
 
 
 def set_world_size(training: TrainConfig, world_size: int) -> TrainConfig:
-    """Returns the training with another number of ranks.
+    """Returns the training with another number of ranks, all on one host.
 
     Raises:
         ConfigError: If the other settings do not allow it.
     """
     try:
-        return TrainConfig.model_validate(training.model_dump() | {"world_size": world_size})
+        return TrainConfig.model_validate(training.model_dump() | {"world_size": world_size, "hosts": 1})
     except ValidationError as error:
         raise ConfigError("training.world_size", error.errors()[0]["msg"], f"{world_size}", "Change it.") from None
 

@@ -117,8 +117,8 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
     ranks = make_rank_spec(workspace, first)
     whole_rows = ranks.preprocessing.model_copy(update={"on_corrupt": "fail"})  # nobody would hear of lost rows
     spec = BacktestSpec(
-        scratch=ranks.model_copy(update={"preprocessing": whole_rows}),
-        incremental=config.incremental,
+        scratch=ranks.model_copy(update={"preprocessing": whole_rows, "training": config.training.on_one_host}),
+        incremental=config.incremental.on_one_host,
         new=new,
         evaluated=data["test"].model_copy(update={"selection": whole}),
         rows={day: rows[day] for day in rows if day <= days[-1]},

@@ -82,7 +82,8 @@ def read_point(event: Event, keys: Collection[str]) -> _Begun | _Measured | _Fai
 def make_point_config(config: RunConfig, point: StudyPoint) -> RunConfig:
     """Returns the config of a point."""
     plain = config.characterize.model_copy(update={"axes": {}, "scale": 1.0})
-    return load(config.model_copy(update={"characterize": plain}), point.settings)
+    sections = {"characterize": plain, "training": config.training.on_one_host}
+    return load(config.model_copy(update=sections), point.settings)
 
 
 def load_point(folder: Path, point: StudyPoint) -> PointResult | None:

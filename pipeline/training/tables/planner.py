@@ -10,6 +10,7 @@ from typing import Literal
 import psutil
 import torch
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.constants import CROSS_NODE_BANDWIDTH
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, MemoryBalancedPartitioner
 from torchrec.distributed.planner.proposers import (
@@ -32,7 +33,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from models.dlrm import DLRM
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.training.config import COLUMN_SHARDING, INEXACT_REASON, ROW_SHARDING, TrainConfig, requested_sharding_type
+from pipeline.training.config import (
+    COLUMN_SHARDING,
+    HOST_SHARDING,
+    INEXACT_REASON,
+    ROW_SHARDING,
+    TrainConfig,
+    requested_sharding_type,
+)
 from pipeline.training.optim import TABLE_OPTIMIZERS
 from pipeline.training.tables.bags import require_fbgemm, uses_fbgemm
 from pipeline.training.tables.partitioner import LargestDifferencing
@@ -40,8 +48,9 @@ from pipeline.training.tables.plan import ShardingPlan, TableShard, TableShardin
 from pipeline.training.tables.sharding import KERNELS, BagSharder
 from pipeline.training.tables.statistics import MeasuredCache, TableUse
 
-AUTO_SHARDING_TYPES = ("data_parallel", "table_wise", "row_wise")
-"""Types that auto chooses from. Column sharding needs another optimizer; on one machine table_row_wise is row_wise."""
+AUTO_SHARDING_TYPES = ("data_parallel", "table_wise", "row_wise", "table_row_wise")
+"""Types that auto chooses from. Column sharding needs another optimizer. On one host, table_row_wise is row_wise; with
+one rank on each, it is table_wise."""
 GRID_PROPOSALS = 1_000
 """Tries all combinations of sharding types if there are at most this many."""
 CACHE_SHARE = 0.2
@@ -135,10 +144,11 @@ def require_trainable(model: DLRM, config: TrainConfig, device: str, kinds: Mapp
         )  # fmt: skip
     for table in model.embeddings.embedding_bag_configs():
         kind, where = kinds[table.name], f"{WHERE} '{kinds[table.name]}' of table '{table.name}'"
-        if kind in ROW_SHARDING and not _row_for_each(table.num_embeddings, config.world_size):
+        ranks = _row_ranks(kind, config)
+        if kind in ROW_SHARDING and not _row_for_each(table.num_embeddings, ranks):
             raise ConfigError(
-                where, f"at least one row on each of {config.world_size} ranks",
-                f"{table.num_embeddings} rows in shards of {-(-table.num_embeddings // config.world_size)}",
+                where, f"at least one row on each of {ranks} ranks",
+                f"{table.num_embeddings} rows in shards of {-(-table.num_embeddings // ranks)}",
                 "Set `table_wise` for this table, or use fewer ranks.",
             )  # fmt: skip
         if kind == "data_parallel" and (reason := _why_no_copies(config)):
@@ -148,12 +158,25 @@ def require_trainable(model: DLRM, config: TrainConfig, device: str, kinds: Mapp
                 where, "sum pooling", "mean pooling, which TorchRec would compute per shard and then sum",
                 "Set `table_row_wise` or `column_wise` for this table.",
             )  # fmt: skip
-        if kind in COLUMN_SHARDING and _columns(table.embedding_dim, config.world_size) is None:
+        most = _column_shards(kind, config)
+        if kind in COLUMN_SHARDING and _columns(table.embedding_dim, most) is None:
             raise ConfigError(
-                where, f"an embedding_width that splits into at most {config.world_size} equal shards of a multiple of "
+                where, f"an embedding_width that splits into at most {most} equal shards of a multiple of "
                 "4 columns", f"{table.embedding_dim}",
                 "Change model.embedding_width, or set `table_wise`.",
             )  # fmt: skip
+
+
+def _row_ranks(kind: str, config: TrainConfig) -> int:
+    """Returns the ranks that the rows of a table are divided among."""
+    return config.ranks_per_host if kind in HOST_SHARDING else config.world_size
+
+
+def _column_shards(kind: str, config: TrainConfig) -> int:
+    """Returns the most shards that the columns of a table are cut into: one per rank, or per host of a grid."""
+    if kind == "grid_shard" and config.hosts > 1:
+        return config.hosts
+    return config.ranks_per_host if kind == "table_column_wise" else config.world_size
 
 
 def _row_for_each(rows: int, ranks: int) -> bool:
@@ -166,16 +189,16 @@ def _row_for_each(rows: int, ranks: int) -> bool:
     return -(-rows // ranks) * (ranks - 1) < rows
 
 
-def _columns(width: int, ranks: int) -> int | None:
-    """Returns the columns of a shard: a multiple of 4 that divides the width into at most one shard per rank, or None.
+def _columns(width: int, most: int) -> int | None:
+    """Returns the columns of a shard: a multiple of 4 that divides the width into at most so many shards, or None.
 
     Example:
         >>> [_columns(*case) for case in ((16, 2), (16, 4), (16, 8), (24, 2), (64, 3), (8, 1), (10, 2), (4, 2))]
         [8, 4, 4, 12, 32, 8, None, None]
     """
-    if ranks == 1:
+    if most == 1:
         return width
-    return next((part for part in range(4, width, 4) if width % part == 0 and part * ranks >= width), None)
+    return next((part for part in range(4, width, 4) if width % part == 0 and part * most >= width), None)
 
 
 def _why_no_copies(config: TrainConfig) -> tuple[str, str] | None:
@@ -189,16 +212,21 @@ def _why_no_copies(config: TrainConfig) -> tuple[str, str] | None:
     return None
 
 
+def _is_worth_cutting(rows: int, kind: str, config: TrainConfig) -> bool:
+    """Whether auto may divide a table's rows in this way."""
+    ranks = _row_ranks(kind, config)
+    if ranks == 1:  # it then only adds work: on the demo's tables a step took twice as long
+        return False
+    return _row_for_each(rows, ranks) and (config.hosts > 1 or kind not in HOST_SHARDING)
+
+
 def _constraints(
     kind: str, table: EmbeddingBagConfig, config: TrainConfig, device: str, use: TableUse | None
 ) -> ParameterConstraints:
     cached = config.table_memory == "uvm_caching"
-    single = (
-        config.world_size == 1
-    )  # sharding a table then only adds work: on the demo's tables a step took twice as long
     choice = [
-        kind for kind in AUTO_SHARDING_TYPES
-        if kind not in ROW_SHARDING or (not single and _row_for_each(table.num_embeddings, config.world_size))
+        auto for auto in AUTO_SHARDING_TYPES
+        if auto not in ROW_SHARDING or _is_worth_cutting(table.num_embeddings, auto, config)
     ]  # fmt: skip
     if device == "cpu" or _why_no_copies(config):  # on CPU copies are ten times slower
         choice.remove("data_parallel")
@@ -208,7 +236,7 @@ def _constraints(
     stats = None if use is None else MeasuredCache(use)
     constraints = ParameterConstraints(
         sharding_types=choice if kind == "auto" else [kind],
-        min_partition=_columns(width, config.world_size) if kind in COLUMN_SHARDING else None,
+        min_partition=_columns(width, _column_shards(kind, config)) if kind in COLUMN_SHARDING else None,
         cache_params=CacheParams(load_factor=CACHE_SHARE, stats=stats) if cached else None,
     )
     if use is not None:
@@ -219,15 +247,20 @@ def _constraints(
 
 
 def _topology(config: TrainConfig, device: str) -> Topology:
-    share = psutil.virtual_memory().total // config.world_size
+    share = psutil.virtual_memory().total // config.ranks_per_host
     host, memory = share, None
     if device == "cuda":
         memory = config.memory_per_rank_bytes or _device_memory()
     else:
         host = config.memory_per_rank_bytes or share
+    network = CROSS_NODE_BANDWIDTH
+    if config.hosts > 1 and config.network_bytes_per_second is not None:
+        network = (
+            config.network_bytes_per_second / 1e3 / config.ranks_per_host
+        )  # TorchRec counts bytes of a rank per ms
     return Topology(
-        world_size=config.world_size, local_world_size=config.world_size, compute_device=device,
-        hbm_cap=memory, ddr_cap=host,
+        world_size=config.world_size, local_world_size=config.ranks_per_host, compute_device=device,
+        hbm_cap=memory, ddr_cap=host, inter_host_bw=network,
     )  # fmt: skip
 
 

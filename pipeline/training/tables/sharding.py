@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import _remote_device
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.comm import get_local_size, get_topology_group_world_size
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -22,7 +23,8 @@ from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from pipeline.training.config import Precision, ShardingType, TableMemory
+from pipeline.errors import TrainingError
+from pipeline.training.config import HOST_SHARDING, Precision, ShardingType, TableMemory
 from pipeline.training.tables.plan import ShardingPlan, TableSharding
 
 KERNELS: dict[TableMemory, str] = {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
@@ -65,6 +67,7 @@ def apply_plan(
     """
     torchrec_plan = to_torchrec(plan, device)
     alone = dist.get_world_size(group) == 1
+    _require_whole_hosts(plan, dist.get_world_size(group))
     if group is not None:
         for table in torchrec_plan.plan["embeddings"].values():  # type: ignore[attr-defined]
             for part in table.sharding_spec.shards:  # a shard is placed by its global rank
@@ -87,6 +90,21 @@ def apply_plan(
             if alone and {table.kind for table in plan} == {"table_wise"}:
                 _look_up_locally(module)
     return sharded
+
+
+def _require_whole_hosts(plan: ShardingPlan, world_size: int) -> None:
+    """Refuses a plan for other hosts. TorchRec would lay out its shards in its own way."""
+    for table in plan:
+        if table.kind not in HOST_SHARDING:
+            continue
+        size = get_topology_group_world_size(world_size)
+        for column in {piece.column for piece in table.pieces}:
+            ranks = [piece.rank for piece in table.pieces if piece.column == column]
+            if ranks[0] % size or ranks != list(range(ranks[0], ranks[0] + size)):
+                raise TrainingError(
+                    f"sharding plan of table '{table.table}'", f"rows divided among all {size} ranks of a host",
+                    f"among ranks {', '.join(map(str, ranks))}", "Set training.hosts to the hosts of the ranks.",
+                )  # fmt: skip
 
 
 def _look_up_locally(module: ShardedEmbeddingBagCollection) -> None:
@@ -144,12 +162,15 @@ def to_torchrec(plan: ShardingPlan, device: torch.device) -> TorchRecPlan:
 
 
 def _spec(table: TableSharding, device: torch.device) -> EnumerableShardingSpec:
+    def place(rank: int) -> str:
+        return f"rank:{rank}/cuda:{rank % get_local_size()}" if device.type == "cuda" else f"rank:{rank}/cpu"
+
     return EnumerableShardingSpec(
         [
             ShardMetadata(
                 shard_offsets=[piece.row, piece.column],
                 shard_sizes=[piece.rows, piece.columns],
-                placement=f"rank:{piece.rank}/{device.type}" + (f":{piece.rank}" if device.type == "cuda" else ""),
+                placement=place(piece.rank),
             )
             for piece in table.pieces
         ]

@@ -45,6 +45,8 @@ class Cases(BaseModel):
     """What the ranks receive: a name for each TrainConfig, and whether it is `weighted`."""
 
     world_size: int
+    hosts: int = 1
+    """Hosts that the ranks take themselves to be on."""
     device: Literal["cpu", "cuda"] = "cpu"
     cases: dict[str, dict[str, Any]]
 
@@ -103,11 +105,14 @@ def trained(
 def main(path: str) -> None:
     """Trains every case and writes losses and weights next to the spec."""
     spec, folder, rank = Cases.model_validate_json(Path(path).read_text()), Path(path).parent, int(os.environ["RANK"])
+    os.environ["LOCAL_WORLD_SIZE"] = str(spec.world_size // spec.hosts)
+    place = {"hosts": spec.hosts, "launcher": "external"} if spec.hosts > 1 else {}
     device = start_group(training(spec.world_size, spec.device), rank)
     losses = {}
     for name, settings in spec.cases.items():
         weighted = settings.pop("weighted", False)
-        losses[name], weights = trained(training(spec.world_size, spec.device, **settings), device, weighted)
+        config = training(spec.world_size, spec.device, **place, **settings)
+        losses[name], weights = trained(config, device, weighted)
         if weights is not None:
             save_file(weights, folder / f"{name}.safetensors")
     if rank == 0:

@@ -3,8 +3,10 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from pydantic import ValidationError
 
@@ -131,6 +133,78 @@ def test_a_plan_stays_within_the_memory(partitioner: str) -> None:
         assert max(sum_per_rank(rows, "bytes", 2)) <= memory
     with pytest.raises(TrainingError):
         placed(**settings, memory_per_rank_bytes=6_000_000)
+
+
+TWO_HOSTS = {"world_size": 4, "hosts": 2, "launcher": "external"}
+HOSTS = ({0, 1}, {2, 3})
+
+
+def test_table_row_wise_divides_rows_among_the_ranks_of_one_host() -> None:
+    plan = placed(sharding="table_row_wise", **TWO_HOSTS)
+    ranks = [{piece.rank for piece in table.pieces} for table in plan]
+    assert all(one in HOSTS for one in ranks)
+    assert all(host in ranks for host in HOSTS)
+    for table in plan:
+        assert [(piece.row, piece.rows, piece.columns) for piece in table.pieces] == [
+            (0, table.rows // 2, 16), (table.rows // 2, table.rows // 2, 16)
+        ]  # fmt: skip
+
+
+def test_grid_shard_gives_each_host_columns_and_divides_their_rows_among_its_ranks() -> None:
+    for table in placed(sharding="grid_shard", table_optimizer="adagrad", **TWO_HOSTS):
+        by_column = {column: {p.rank for p in table.pieces if p.column == column} for column in (0, 8)}
+        assert sorted(by_column.values(), key=min) == list(HOSTS)
+        assert len(table.pieces) == 4
+        assert all((piece.rows, piece.columns) == (table.rows // 2, 8) for piece in table.pieces)
+
+
+def test_table_column_wise_cuts_no_more_columns_than_a_host_has_ranks() -> None:
+    for table in placed(sharding="table_column_wise", table_optimizer="adagrad", **TWO_HOSTS):
+        assert {piece.rank for piece in table.pieces} in HOSTS
+        assert [piece.columns for piece in table.pieces] == [8, 8]
+
+
+def test_rows_must_suffice_for_the_ranks_of_one_host() -> None:
+    """Five rows cannot be divided among four ranks, but among two."""
+    bags = [SparseFeature("f", "t", 5, "sum")]
+    assert [piece.rows for piece in placed(bags, sharding="table_row_wise", **TWO_HOSTS)[0].pieces] == [3, 2]
+    with pytest.raises(ConfigError, match="expected at least one row on each of 4 ranks"):
+        placed(bags, sharding="row_wise", **TWO_HOSTS)
+    few = [SparseFeature("f", "t", 4, "sum")]
+    with pytest.raises(ConfigError, match="at least one row on each of 3 ranks, got 4 rows in shards of 2"):
+        placed(few, sharding="table_row_wise", world_size=6, hosts=2, launcher="external")
+    with pytest.raises(ConfigError, match="splits into at most 2 equal shards of a multiple of 4 columns, got 4"):
+        placed(width=4, sharding="grid_shard", table_optimizer="adagrad", **TWO_HOSTS)
+
+
+def test_auto_keeps_what_is_cut_on_one_host_if_the_network_is_slow() -> None:
+    """A table that fits on no single rank."""
+    bags = [SparseFeature("f", "t", 200_000, "sum")]
+    settings = {"bags": bags, "sharding": "auto", "memory_per_rank_bytes": 10_000_000, **TWO_HOSTS}
+    assert [table.kind for table in placed(**settings)] == ["table_row_wise"]
+    (one,) = placed(**settings | {"hosts": 1})
+    assert one.kind == "row_wise"
+    slow, fast = ((placed(**settings, network_bytes_per_second=rate))[0].pieces for rate in (1e8, 1e10))
+    assert slow[0].milliseconds > 10 * fast[0].milliseconds
+    (alone,) = placed(**settings | {"hosts": 4, "memory_per_rank_bytes": None})
+    assert alone.kind in ("table_wise", "row_wise")
+
+
+def test_each_host_has_its_whole_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tables of 14 MB on hosts of 40 MB, which hold back 15 %."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=40_000_000))
+    settings = {"bags": [SparseFeature(f"f{i}", f"t{i}", 200_000, "sum") for i in range(2)], "sharding": "table_wise"}
+    assert {table.pieces[0].rank // 2 for table in placed(**settings, **TWO_HOSTS)} == {0, 1}
+    with pytest.raises(TrainingError):
+        placed(**settings, world_size=4)
+
+
+@pytest.mark.parametrize("kind", ["auto", "table_wise"])
+def test_lanes_have_whole_tables_on_several_hosts_too(kind: str) -> None:
+    plan = placed(sharding=kind, lanes=4, **TWO_HOSTS)
+    assert {table.kind for table in plan} == {"table_wise"}
+    with pytest.raises(ConfigError, match="table_row_wise, which adds the vectors of a bag rank by rank"):
+        TrainConfig(sharding="table_row_wise", lanes=4, **TWO_HOSTS)
 
 
 REFUSED = {

@@ -15,9 +15,11 @@ from torchrec.distributed.model_parallel import get_unwrapped_module
 
 from models.config import SparseFeature
 from models.dlrm import DLRM
+from pipeline.errors import TrainingError
 from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.training.optim import INIT_BLOCK_ROWS, _block
 from pipeline.training.tables.model import shard_model
+from pipeline.training.tables.planner import plan_sharding
 from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, WEIGHTED, Cases, batches, trained, training
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -85,6 +87,8 @@ ON_CUDA = {
 
 MANY = ("table_wise", "row_wise", "mixed_two", "table_column_wise", "all_kinds", "columns_and_rows")
 """Cases with more ranks than cores."""
+BY_HOST = ("table_row_wise", "grid_shard", "mixed_two", "all_kinds", "table_column_wise", "auto")
+"""Cases with two ranks on each of two hosts."""
 
 
 def by_ranks(
@@ -92,11 +96,12 @@ def by_ranks(
     folder: Path,
     device: Literal["cpu", "cuda"] = "cpu",
     cases: Mapping[str, dict[str, Any]] | None = None,
+    hosts: int = 1,
 ) -> Result:
     cases = cases or CASES | ROUGHER | (ON_CUDA if device == "cuda" else {})
     run_ranks(
         "tests.pipeline.training.placements",
-        Cases(world_size=world_size, device=device, cases=cases),
+        Cases(world_size=world_size, hosts=hosts, device=device, cases=cases),
         folder,
         world_size,
         1,
@@ -128,6 +133,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Result:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return by_ranks(4, tmp_path_factory.mktemp("four"), cases={case: CASES[case] for case in MANY})
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return by_ranks(4, tmp_path_factory.mktemp("hosts"), cases={case: CASES[case] for case in BY_HOST}, hosts=2)
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +224,26 @@ def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, b
 @pytest.mark.parametrize("case", MANY)
 def test_four_ranks_train_like_plain_pytorch(four: Result, unsharded: dict[str, Any], case: str) -> None:
     check(four, case, unsharded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", BY_HOST)
+def test_ranks_of_two_hosts_train_like_plain_pytorch(two_hosts: Result, unsharded: dict[str, Any], case: str) -> None:
+    """As two hosts to TorchRec, and to our planner. tests/hosts has real ones."""
+    check(two_hosts, case, unsharded)
+
+
+def test_a_plan_for_other_hosts_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchRec looks at the first shard's rank only."""
+    config = training(4, hosts=2, launcher="external", sharding="table_row_wise")
+    whole = DLRM(MODEL, DENSE, BAGS, device="meta")
+    plan = plan_sharding(DLRM(MODEL, DENSE, BAGS, device="meta"), config, "cpu")
+    with pytest.raises(TrainingError) as caught:
+        shard_model(whole, training(1), device, SEED, None, plan)
+    assert str(caught.value) == (
+        "sharding plan of table 'user': expected rows divided among all 1 ranks of a host, got among ranks 2, 3. "
+        "Set training.hosts to the hosts of the ranks."
+    )
 
 
 def test_a_plan_repeats_bit_for_bit(one: Result, two: Result) -> None:
