@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from pipeline.jobs.training.rank import start_group
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.executors import WorkerStarted
 from pipeline.preprocessing.ray_executor import RayExecutor
@@ -22,6 +23,7 @@ from tests.hosts.rig import ROOT
 
 def join(text: str, emit: Callable[[dict[str, Any]], None]) -> None:
     """What a rank does in place of training: rank 0 reports the hosts of all."""
+    start_group(TrainConfig.model_validate_json(text), dist.get_rank())
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     emit({"event": "result", "hosts": hosts})
@@ -44,11 +46,11 @@ def hosts_of_workers(folder: Path, address: str, **places: Any) -> list[str]:
         executor.close()
 
 
-def hosts_of_ranks(folder: Path, address: str, **places: Any) -> list[str]:
-    config = TrainConfig(world_size=2, launcher="ray", **places)
+def hosts_of_ranks(folder: Path, address: str, world_size: int = 2, **places: Any) -> list[str]:
+    config = TrainConfig(world_size=world_size, launcher="ray", **places)
     limits = Limits(deadline_seconds=200, hang_seconds=None)
     found = run_ranks_on_ray(
-        "tests.hosts.placed", config, folder, 2, 1, limits, print, ROOT, address, config.ray_resources,
+        "tests.hosts.placed", config, folder, world_size, 1, limits, print, ROOT, address, config.ray_resources,
         config.labels,
     )  # fmt: skip
     hosts: list[str] = found["hosts"]
@@ -62,5 +64,6 @@ if __name__ == "__main__":
         "ranks": hosts_of_ranks(*place, resources={"gpu_host": 1}),
         "workers by label": hosts_of_workers(*place, labels={"host": "!one"}),
         "ranks by label": hosts_of_ranks(*place, labels={"host": "in(one, three)"}),
+        "two ranks on each": hosts_of_ranks(*place, world_size=4, hosts=2),
     }
     print(json.dumps(found))

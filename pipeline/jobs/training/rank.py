@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import resource
+import socket
 import sys
 import threading
 import time
@@ -36,7 +37,7 @@ from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.external import append_events
 from pipeline.training.launch.heartbeat import Heartbeat
-from pipeline.training.launch.network import find_meeting, require_place
+from pipeline.training.launch.network import find_meeting, require_hosts, require_place
 from pipeline.training.launch.processes import ANSWER, DETERMINISTIC, ERROR
 from pipeline.training.optim import TABLES
 from pipeline.training.state.checkpoint import (
@@ -463,7 +464,11 @@ def takes_cuda(config: TrainConfig) -> bool:
 
 
 def start_group(config: TrainConfig, rank: int) -> torch.device:
-    """Joins the group unless it exists already. Uses nccl if every rank has a CUDA device, else gloo."""
+    """Joins the group unless it exists already. Uses nccl if every rank has a CUDA device, else gloo.
+
+    Raises:
+        ConfigError: If the ranks are not on the hosts that the config names.
+    """
     cuda = takes_cuda(config)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if cuda else torch.device("cpu")
     if cuda:
@@ -476,6 +481,10 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
             "nccl" if cuda else "gloo", init_method=find_meeting(), rank=rank,
             world_size=config.world_size, timeout=datetime.timedelta(minutes=30),
         )  # fmt: skip
+    if config.hosts > 1:
+        places: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(places, (socket.gethostname(), int(os.environ["LOCAL_WORLD_SIZE"])))
+        require_hosts(places, config.hosts)
     return device
 
 

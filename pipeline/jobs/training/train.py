@@ -189,7 +189,7 @@ def _launch(
     if service is not None:
         limits = replace(limits, progress=service.totals.progress)
         spec = spec.model_copy(update={"service": service.address})
-    launch = follow_ranks if training.launcher == "external" else run_ranks
+    launch = partial(follow_ranks, hosts=training.hosts) if training.launcher == "external" else run_ranks
     if training.launcher == "ray":
         address = workspace.config.preprocessing.ray_address
         launch = partial(

@@ -6,7 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ def follow_ranks(
     limits: Limits,
     on_event: Callable[[Event], None],
     root: Path,
+    hosts: int = 1,
 ) -> Event:
     """Waits for ranks as `run_ranks` does, but starts none. Its event `awaited` holds a command that does.
 
@@ -43,16 +45,21 @@ def follow_ranks(
 
     Args:
         folder: On storage that all hosts share.
+        hosts: How many, if the config says so. 1: the command is for one rank on each host.
     Raises:
         ContractError: The error that a rank raised.
         TrainingError: If the ranks hang, or the deadline passed. Ranks that still run end at their next event.
     """
     once = replace(limits, restart_limit=0)
-    return run_ranks(module, spec, folder, world_size, threads_per_rank, once, on_event, root, ExternalGroup)
+    group = partial(ExternalGroup, hosts=hosts if hosts > 1 else world_size)
+    return run_ranks(module, spec, folder, world_size, threads_per_rank, once, on_event, root, group)
 
 
+@dataclass
 class ExternalGroup(RankGroup):
     """Ranks that someone else has started."""
+
+    hosts: int = 1
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
         """See `RankGroup`."""
@@ -60,11 +67,18 @@ class ExternalGroup(RankGroup):
         for old in (path, *self.folder.glob("error-*.json")):
             old.unlink(missing_ok=True)
         path.touch(mode=0o600)
-        self.on_event({"event": "awaited", "command": _suggest(module, self.folder / SPEC, world_size)})
+        self.on_event({"event": "awaited", "command": self.suggest(module, world_size)})
         try:
             return self.watch_file(path)
         finally:
             path.unlink(missing_ok=True)
+
+    def suggest(self, module: str, world_size: int) -> str:
+        """Returns a command that starts the ranks of a host."""
+        return (
+            f"torchrun --nnodes={self.hosts} --nproc-per-node={world_size // self.hosts} --node-rank=N "
+            f"--master-addr=ADDRESS --master-port=29500 -m {module} {(self.folder / SPEC).resolve()}"
+        )
 
     def watch_file(self, path: Path) -> Event:
         """Passes events to `on_event` until rank 0 reports a result."""
@@ -125,10 +139,3 @@ def _complete_lines(path: Path, read: int) -> list[bytes]:
     with path.open("rb") as file:  # opened anew: else a network file system may show an old state
         file.seek(read)
         return [line for line in file.readlines() if line.endswith(b"\n")]
-
-
-def _suggest(module: str, spec: Path, world_size: int) -> str:
-    return (
-        f"torchrun --nnodes={world_size} --nproc-per-node=1 --node-rank=N --master-addr=ADDRESS --master-port=29500 "
-        f"-m {module} {spec.resolve()}"
-    )

@@ -1,8 +1,10 @@
 """Where ranks meet, and the network interface over which they reach ranks of other hosts."""
 
 import ipaddress
+import itertools
 import os
 import socket
+from collections.abc import Sequence
 
 import psutil
 
@@ -34,6 +36,29 @@ def require_place(world_size: int) -> None:
         raise ConfigError(
             "WORLD_SIZE", f"training.world_size={world_size}", os.environ["WORLD_SIZE"], "Start as many ranks."
         )
+
+
+def require_hosts(places: Sequence[tuple[str, int]], hosts: int) -> None:
+    """Refuses ranks that are not on so many hosts, as many on each, and those of a host one after another.
+
+    TorchRec takes it for granted where it divides a table among the ranks of one host.
+
+    Args:
+        places: Name of each rank's host and its LOCAL_WORLD_SIZE, in the order of the ranks.
+    Raises:
+        ConfigError: Names what is on which host.
+    Example:
+        >>> require_hosts([("a", 2), ("a", 2), ("b", 2), ("b", 2)], 2)
+    """
+    share = len(places) // hosts
+    found = [(name, size, len(list(ranks))) for (name, size), ranks in itertools.groupby(places)]
+    even = all(size == count == share for _, size, count in found)
+    if not even or len({name for name, _ in places}) != len(found):
+        raise ConfigError(
+            "training.hosts", f"{hosts} hosts with {share} consecutive ranks and LOCAL_WORLD_SIZE={share} on each",
+            ", ".join(f"{count} on {name} with LOCAL_WORLD_SIZE={size}" for name, size, count in found),
+            "Start as many ranks on each host (training.resources does that on Ray), or leave out training.hosts.",
+        )  # fmt: skip
 
 
 def find_meeting() -> str:

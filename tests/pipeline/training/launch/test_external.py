@@ -46,6 +46,18 @@ def test_events_of_rank_0_arrive_and_the_file_goes(tmp_path: Path) -> None:
     assert not (tmp_path / EVENTS).exists()
 
 
+def test_the_command_starts_as_many_ranks_on_each_host(tmp_path: Path) -> None:
+    commands = []
+
+    def handle(event: Event) -> None:
+        if event["event"] == "awaited":
+            commands.append(event["command"])
+            append_events(tmp_path, 0)({"event": "result"})
+
+    follow_ranks("module", TrainConfig(), tmp_path, 6, 1, Limits(deadline_seconds=60), handle, tmp_path, hosts=2)
+    assert commands[0].startswith("torchrun --nnodes=2 --nproc-per-node=3 --node-rank=N ")
+
+
 def test_a_line_counts_once_it_is_complete(tmp_path: Path) -> None:
     def play(emit: Emit) -> None:
         with (tmp_path / EVENTS).open("a") as file:

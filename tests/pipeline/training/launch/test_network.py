@@ -8,7 +8,15 @@ import psutil
 import pytest
 
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.training.launch.network import PLACE, VARIABLES, find_address, find_meeting, require_place, set_interface
+from pipeline.training.launch.network import (
+    PLACE,
+    VARIABLES,
+    find_address,
+    find_meeting,
+    require_hosts,
+    require_place,
+    set_interface,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +68,36 @@ def test_a_rank_that_does_not_know_its_place_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         require_place(2)
     assert str(caught.value) == "WORLD_SIZE: expected training.world_size=2, got 4. Start as many ranks."
+
+
+ELSEWHERE = {
+    "one host": ([("a", 4)] * 4, "4 on a with LOCAL_WORLD_SIZE=4"),
+    "uneven": ([("a", 3)] * 3 + [("b", 1)], "3 on a with LOCAL_WORLD_SIZE=3, 1 on b with LOCAL_WORLD_SIZE=1"),
+    "in turn": (
+        [("a", 2), ("b", 2)] * 2,
+        ", ".join(f"1 on {host} with LOCAL_WORLD_SIZE=2" for host in "abab"),
+    ),
+    "four hosts": (
+        [(host, 1) for host in "abcd"],
+        ", ".join(f"1 on {host} with LOCAL_WORLD_SIZE=1" for host in "abcd"),
+    ),
+    "a wrong variable": (
+        [("a", 2)] * 2 + [("b", 4)] * 2,
+        "2 on a with LOCAL_WORLD_SIZE=2, 2 on b with LOCAL_WORLD_SIZE=4",
+    ),
+    "a name twice": ([("a", 2)] * 4, "4 on a with LOCAL_WORLD_SIZE=2"),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_ranks_that_are_not_on_the_hosts_of_the_config_are_refused(case: str) -> None:
+    places, got = ELSEWHERE[case]
+    with pytest.raises(ConfigError) as caught:
+        require_hosts(places, 2)
+    assert str(caught.value) == (
+        "training.hosts: expected 2 hosts with 2 consecutive ranks and LOCAL_WORLD_SIZE=2 on each, "
+        f"got {got}. Start as many ranks on each host (training.resources does that on Ray), or leave out training.hosts."
+    )
 
 
 def test_ranks_meet_at_the_file_of_their_launcher_or_else_at_the_master() -> None:
