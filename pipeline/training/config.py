@@ -110,7 +110,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Where tables are stored. device: on the device. uvm: in host memory, accessed from the device. uvm_caching: in
     host memory with a cache on the device. The last two need CUDA."""
     memory_per_rank_bytes: PositiveInt | None = None
-    """Memory that the planner may use per rank. None: the device's memory; on CPU, an equal share of the machine's."""
+    """Memory that the planner may use per rank. None: the device's memory; on CPU, an equal share of its host's."""
     sync: Literal["synchronous", "easgd", "hogwild"] = "synchronous"
     """How ranks keep the dense weights equal. synchronous: averages gradients at every step, one update per batch. The
     other two are baselines for the CPUs of one machine. Their ranks do not wait for one another: each updates with its

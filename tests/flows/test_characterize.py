@@ -11,6 +11,7 @@ from pipeline.characterization.points import list_points
 from pipeline.characterization.results import PHASES, PointResult
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
+from pipeline.jobs.estimate import footprint
 from pipeline.jobs.study import points as characterizing
 from pipeline.jobs.study import run
 from pipeline.jobs.study.job import pin_study
@@ -52,6 +53,15 @@ def test_a_study_has_one_folder_whatever_the_order_of_its_runs(tmp_path: Path, m
     assert job.folder != pin_study(Workspace(study(seed=2)), None, False).folder
     settings = [make_point_config(study(), point) for point in job.points]
     assert [one.training.batch_rows for one in settings] == [64, 128]
+
+
+def test_a_config_of_several_hosts_is_measured_on_this_one() -> None:
+    hosts = {"training.world_size": 2, "training.hosts": 2, "training.launcher": "external"}
+    ranks = {"characterize.axes": {"training.world_size": [1, 2]}, "preprocessing.executor": "inline"}
+    config = study(**hosts | ranks)
+    found = [make_point_config(config, point).training for point in list_points(config.characterize)]
+    assert [(one.world_size, one.hosts) for one in found] == [(1, 1), (2, 1)]
+    assert footprint.set_world_size(config.training, 1).hosts == 1
 
 
 def test_tables_beyond_the_memory_are_left_out(tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ FEW_BAD = 0.01
 """Share of labels other than 0 and 1 that is left to the quarantine."""
 MACHINE_KEYS = EXECUTION_KEYS["training"] | {
     "world_size",
+    "hosts",
+    "network_bytes_per_second",
     "sharding",
     "partitioner",
     "table_memory",
