@@ -255,9 +255,7 @@ def _topology(config: TrainConfig, device: str) -> Topology:
         host = config.memory_per_rank_bytes or share
     network = CROSS_NODE_BANDWIDTH
     if config.hosts > 1 and config.network_bytes_per_second is not None:
-        network = (
-            config.network_bytes_per_second / 1e3 / config.ranks_per_host
-        )  # TorchRec counts bytes of a rank per ms
+        network = config.network_bytes_per_second / config.ranks_per_host / 1e3  # bytes of a rank in a millisecond
     return Topology(
         world_size=config.world_size, local_world_size=config.ranks_per_host, compute_device=device,
         hbm_cap=memory, ddr_cap=host, inter_host_bw=network,
