@@ -343,6 +343,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             "launcher": (self.launcher == "ray", "ray, which knows the room of its nodes"),
             "lanes": (self.lanes is not None, "a number: the weights then do not depend on the ranks"),
             "world_size": (self.world_size >= least, "at least as many"),
+            "hosts": (self.hosts == 1, "1, since hosts that remain may not have as many ranks each"),
         }
         for key, (fits, expected) in rules.items():
             if not fits:

@@ -225,6 +225,7 @@ FIXED: dict[str, tuple[dict[str, Any], str]] = {
     "launcher": ({"launcher": "processes"}, "ray, which knows the room of its nodes, got processes."),
     "lanes": ({"lanes": None}, "a number: the weights then do not depend on the ranks, got None."),
     "world_size": ({"world_size": 1}, "at least as many, got 1."),
+    "hosts": ({"hosts": 2}, "1, since hosts that remain may not have as many ranks each, got 2."),
 }
 
 
