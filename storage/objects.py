@@ -34,6 +34,10 @@ CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 """Amazon's variable. Its library reads it for each client that it makes."""
 COPY_BYTES = 8 << 20
 """Read and written at a time."""
+SWAPS = 10
+"""Attempts to replace a file."""
+REFUSED, NOT_IMPLEMENTED = (404, 409, 412), 501
+"""Answers of S3 to a write with a precondition: it does not hold, another write is under way; no preconditions."""
 
 
 @dataclass(frozen=True, order=True)
@@ -179,6 +183,23 @@ class ObjectFolder:
         with self._asking() as (store, root), store.open_output_stream(f"{root}/{name}") as file:
             file.write(content)
 
+    def swap(self, name: str, before: bytes | None, content: bytes) -> bool:
+        """Replaces a small file if it still has the content `before`; None: if there is none. Tells whether it did.
+
+        With boto3, an S3 store does this in one step (If-Match, If-None-Match). In other stores, and in those that do
+        not know these headers, another writer may come between the comparison and the write.
+
+        Args:
+            content: Unlike that of all other writers, so that a lost answer is not taken for a refusal.
+        """
+        client = _s3_client(self.address, self.properties)
+        if client is None:
+            unchanged = self.read(name) == before
+            if unchanged:
+                self.write(name, content)
+            return unchanged
+        return _swap_s3(client, f"{self.address}/{name}", before, content)
+
     def put(self, path: Path, name: str) -> None:
         """Copies a local file here."""
         self._copy(path, name, down=False)
@@ -267,6 +288,73 @@ def _store(scheme: str, bucket: str, properties: tuple[tuple[str, str], ...]) ->
             return str(path).removeprefix(f"{scheme}://").rstrip("/")
 
     return Store(PyArrowFileIO(dict(properties)).fs_by_scheme(scheme, bucket))
+
+
+def _s3_client(address: str, properties: Mapping[str, str]) -> Any:
+    """Returns boto3's client. None: it is not installed, or another kind of store or of access than it is told of."""
+    access = add_variables(properties)
+    if not address.startswith(("s3://", "s3a://")) or access.keys() & {"s3.role-arn", "client.role-arn"}:
+        return None
+    send_lengths(properties)
+    return _boto3_client(tuple(sorted(access.items())))
+
+
+@lru_cache(maxsize=32)
+def _boto3_client(properties: tuple[tuple[str, str], ...]) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError:
+        return None
+    given = dict(properties)
+
+    def find(name: str) -> str | None:
+        return given.get(f"s3.{name}", given.get(f"client.{name}"))
+
+    endpoint, proxy = given.get("s3.endpoint"), given.get("s3.proxy-uri")
+    virtual = given.get("s3.force-virtual-addressing", "").lower() == "true"
+    client = boto3.session.Session().client(
+        "s3", endpoint_url=endpoint, region_name=find("region"), aws_access_key_id=find("access-key-id"),
+        aws_secret_access_key=find("secret-access-key"), aws_session_token=find("session-token"),
+        config=Config(
+            proxies=None if proxy is None else {"http": proxy, "https": proxy},
+            connect_timeout=float(given.get("s3.connect-timeout", 60)),
+            read_timeout=float(given.get("s3.request-timeout", 60)),
+            s3={"addressing_style": "virtual" if virtual else "auto" if endpoint is None else "path"},
+        ),
+    )  # fmt: skip
+    known = client.meta.service_model.operation_model("PutObject").input_shape.members
+    return client if "IfMatch" in known else None  # since 1.35.69
+
+
+def _swap_s3(client: Any, address: str, before: bytes | None, content: bytes) -> bool:
+    """See `ObjectFolder.swap`."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, _, key = address.partition("://")[2].partition("/")
+    try:
+        for attempt in range(SWAPS):
+            try:
+                answer = client.get_object(Bucket=bucket, Key=key)
+                tag = answer["ETag"] if attempt % 2 == 0 else answer["ETag"].strip('"')  # Ceph 16 wants no quotes
+                found, condition = answer["Body"].read(), {"IfMatch": tag}
+            except client.exceptions.NoSuchKey:
+                found, condition = None, {"IfNoneMatch": "*"}
+            if found != before:
+                return bool(found == content)
+            try:
+                client.put_object(Bucket=bucket, Key=key, Body=content, **condition)
+                return True
+            except ClientError as error:
+                status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+                if status == NOT_IMPLEMENTED:
+                    client.put_object(Bucket=bucket, Key=key, Body=content)
+                    return True
+                if status not in REFUSED:
+                    raise
+    except (BotoCoreError, ClientError) as error:
+        raise _unreachable(f"address '{address}'", error) from error
+    raise _unreachable(f"address '{address}'", OSError(f"{SWAPS} refusals to replace a file that nobody has changed"))
 
 
 def _unreachable(where: str, error: Exception) -> StorageError:
