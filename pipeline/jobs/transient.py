@@ -11,6 +11,7 @@ NETWORK = {
 SERVICES = {
     "pyiceberg.exceptions": ("ServiceUnavailableError", "ServerError", "CommitStateUnknownException"),
     "httpx": ("TransportError",),
+    "botocore.exceptions": ("ConnectionError", "HTTPClientError"),
 }
 """Module -> exceptions of an unreachable service. By name, because a command may not have loaded the library."""
 STORE = (

@@ -62,6 +62,7 @@ class Trainer:
         lost: Returns at the end of an epoch the row groups that were quarantined up to there. None: there are none.
         keeps_lost: Whether to go on from a checkpoint that lacks quarantined rows.
         store: Where checkpoints are. `folder` then holds copies of them. None: they are in `folder`.
+        claim: Token with which the training has claimed those in the store.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Trainer:
         lost: Callable[[], tuple[LostRows, ...]] | None = None,
         keeps_lost: bool = True,
         store: ObjectFolder | None = None,
+        claim: str | None = None,
     ) -> None:
         self.model, self.config, self.batches, self.validation = model, config, batches, validate
         self.emit, self.seed, self.device = emit, seed, device
@@ -93,7 +95,7 @@ class Trainer:
         self.prefetcher = InputDistPrefetcher(model) if config.send_ids_ahead and several else None
         self.identity, self.begin = identity or {}, begin
         self.lost, self.keeps_lost = lost, keeps_lost
-        self.checkpoints = Checkpoints(folder) if store is None else StoredCheckpoints(folder, store)
+        self.checkpoints = Checkpoints(folder) if store is None else StoredCheckpoints(folder, store, claim)
         self.checkpointer = AsyncCheckpointer(config.checkpoint_async, self.checkpoints)
         self.progress = TrainingProgress()
         self.average = None if config.average_from_step is None else WeightAverage(model)

@@ -23,6 +23,7 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, no_champion
 from pipeline.registration.versions import TRAINED_FROM, download_packed, find_versions
 from pipeline.training.state import checkpoint
+from pipeline.training.state.checkpoint_index import CheckpointIndex
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import inside
@@ -234,7 +235,7 @@ def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> S
         where = f"model '{workspace.config.model_name}', version {champion.version}"
         raise RegistryError(where, f"its checkpoint in '{root}'", "none", "Train from scratch: scratch=true.")
     store = workspace.stored(root)
-    shared = store is not None and store.read(f"{found.name}/{checkpoint.MANIFEST}") is not None
+    shared = store is not None and found.name in CheckpointIndex(store).read()
     return Start(checkpoint=str(found), plan=plan, store=store.address if store is not None and shared else None)
 
 

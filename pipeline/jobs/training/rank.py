@@ -266,6 +266,7 @@ def assemble(
         lost=lambda: reader.lost,
         keeps_lost=spec.preprocessing.on_corrupt == "quarantine",
         store=None if store is None else store.child("checkpoints"),
+        claim=spec.claim,
     )
 
 

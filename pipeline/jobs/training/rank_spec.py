@@ -39,6 +39,8 @@ class RankSpec(BaseModel, frozen=True):
     store: str | None = None
     """Address of the same in an object store, if ranks on several hosts have no common folder. Access to it is as to
     the warehouse's."""
+    claim: str | None = None
+    """Token with which the training has claimed its checkpoints in `store`; see `CheckpointIndex`."""
     start: Start | None = None
     """The training that this one continues. None: it starts from initial weights."""
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from uuid import uuid4
 
 from pydantic import BaseModel, TypeAdapter
 
@@ -31,6 +32,7 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.launch.external import follow_ranks
 from pipeline.training.launch.processes import Event, Limits, resolve_threads, run_alone, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
+from pipeline.training.state.checkpoint_index import CheckpointIndex
 from pipeline.training.tables.plan import PlanRows, ShardingPlan, describe_plan
 from storage.artifacts import atomic_file, read_note, write_json, write_text
 
@@ -80,7 +82,7 @@ def train_ranks(
     rows = describe_plan(plan)
     log.info("sharding plan:\n%s", format_rows(rows))
     tracker.log_json(run_id, rows, SHARDING_PLAN)
-    spec = spec.model_copy(update={"placement": plan})
+    spec = spec.model_copy(update={"placement": plan, "claim": claim_checkpoints(workspace, folder)})
     journal = Journal(tracker, run_id, folder, log.warning)
     with workspace.console.progress() as progress, journal, open_service(workspace, job) as service:
         began = time.monotonic()
@@ -109,6 +111,20 @@ def train_ranks(
     write_text(folder / RECORD, make_record(workspace, job, plan, summary).model_dump_json(indent=2))
     write_text(folder / TRAINED, trained.model_dump_json())
     return trained
+
+
+def claim_checkpoints(workspace: Workspace, folder: Path) -> str | None:
+    """Makes this training the only writer of its checkpoints in `storage.path`. Returns the token that its ranks need.
+
+    A training that wrote them before, and still runs because its machine stood still until its lease had ended, fails
+    at its next save. The restarts of its ranks do not take them back.
+    """
+    store = workspace.stored(folder)
+    if store is None:
+        return None
+    claim = uuid4().hex
+    CheckpointIndex(store.child("checkpoints"), claim).claim()
+    return claim
 
 
 @cache

@@ -3,7 +3,7 @@
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from filelock import FileLock
-from pydantic import BaseModel, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from pipeline.errors import ContractError, TrainingError
 from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoint import (
     BEST,
@@ -27,6 +27,7 @@ from pipeline.training.state.checkpoint import (
     gather_objects,
     require_finite,
 )
+from pipeline.training.state.checkpoint_index import INDEX, CheckpointIndex, Manifest
 from storage.artifacts import inside, seal_folder, sha256, write_json
 from storage.errors import StorageError
 from storage.objects import ObjectFolder
@@ -91,29 +92,22 @@ class Checkpoints:
         checkpoint.prune(self.folder, keep, self.folder / newest)
 
 
-class _Manifest(BaseModel, frozen=True):
-    """What a checkpoint in a store consists of. It is written last, and in one piece."""
-
-    at: str
-    """Folder of the files. Each save has its own, so a checkpoint of the same name is replaced at once."""
-    files: Mapping[str, str]
-    """File -> SHA-256."""
-
-
 class StoredCheckpoints(Checkpoints):
     """Checkpoints in an object store. Ranks on several hosts need no common folder.
 
-    Each rank writes its shards into a temporary folder of its host and copies them to the store. Rank 0 writes the
-    manifest when all have. A host that reads a checkpoint copies the whole of it into its own folder first.
+    Each rank writes its shards into a temporary folder of its host and copies them to the store. Rank 0 adds the
+    checkpoint to the index when all have. A host that reads a checkpoint copies the whole of it into its own folder
+    first. Whoever writes calls `find_latest` first, on rank 0.
 
     Args:
         folder: Folder of this host for copies.
         store: Where the checkpoints are.
+        claim: Token with which the training has claimed them; see `CheckpointIndex`.
     """
 
-    def __init__(self, folder: Path, store: ObjectFolder) -> None:
+    def __init__(self, folder: Path, store: ObjectFolder, claim: str | None = None) -> None:
         super().__init__(folder)
-        self.store = store
+        self.store, self.index = store, CheckpointIndex(store, claim)
 
     def save(
         self,
@@ -128,13 +122,14 @@ class StoredCheckpoints(Checkpoints):
         A reader finds either the complete checkpoint or the one that it replaces.
 
         Raises:
-            TrainingError: On every rank, if a number is not finite. Nothing is written then.
+            TrainingError: On every rank, if a number is not finite, or another training has taken the checkpoints over.
+                Nothing is written then.
             CheckpointError: On every rank, if one cannot write its part.
         """
         require_finite(tensors, f"weights at step {progress.get('steps')}", group)
         rank = dist.get_rank()
         temporary = self.folder / f".{name}.rank-{rank}.tmp"  # ranks of one host share the folder
-        place = f"{name}/{gather_objects(uuid.uuid4().hex, group)[0]}"
+        place = f"{name}-{gather_objects(uuid.uuid4().hex, group)[0]}"
 
         def begin() -> None:
             for old in self.folder.glob(f".*.rank-{rank}.tmp"):  # of a rank that was killed
@@ -155,7 +150,7 @@ class StoredCheckpoints(Checkpoints):
         def publish() -> None:
             if rank == 0:
                 whole = {file: digest for found in parts for file, digest in found.items()}
-                self._publish(name, _Manifest(at=place, files=whole))
+                self._publish(name, Manifest(at=place, files=whole))
 
         try:
             self._together(name, group, begin)
@@ -167,32 +162,38 @@ class StoredCheckpoints(Checkpoints):
             raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._together(name, group, publish)  # if that fails, the manifest may still be there, and its files stay
+        self._together(name, group, publish)  # if the store fails now, the index may have changed: the files stay
 
     def _together(self, name: str, group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
         """Does something on every rank and returns the results by rank. If it fails on one, all raise its error."""
-        done = failure = None
+        done: Any = None
+        failure: ContractError | None = None
         try:
             done = do()
+        except TrainingError as error:
+            failure = error
         except (OSError, StorageError, CheckpointException) as error:
             cause = error if isinstance(error, StorageError) else find_cause(error)
-            failure = f"{cause}".split("\n")[0].rstrip(".") or type(cause).__name__
+            failure = CheckpointError(
+                f"checkpoint '{name}' of rank {dist.get_rank()}", f"to be written to {self.store.address}",
+                f"{cause}".split("\n")[0].rstrip(".") or type(cause).__name__,
+                "Check the store. Earlier checkpoints are kept.",
+            )  # fmt: skip
         parts = gather_objects((done, failure), group)
-        for rank, (_, reason) in enumerate(parts):
-            if reason is not None:
-                raise CheckpointError(
-                    f"checkpoint '{name}' of rank {rank}", f"to be written to {self.store.address}", reason,
-                    "Check the store. Earlier checkpoints are kept.",
-                )  # fmt: skip
+        for _, raised in parts:
+            if raised is not None:
+                raise raised
         return [result for result, _ in parts]
 
-    def _publish(self, name: str, manifest: _Manifest) -> None:
-        """Writes the manifest, then removes the files of the checkpoint that it replaces."""
-        self.store.write(f"{name}/{MANIFEST}", manifest.model_dump_json().encode())
-        with suppress(StorageError):
-            files = self.store.child(name).names()
-            for place in {f"{name}/{one.partition('/')[0]}" for one in files if "/" in one} - {manifest.at}:
-                self._discard(place)
+    def _publish(self, name: str, manifest: Manifest) -> None:
+        """Adds a checkpoint whose files are there, then removes those of the one that it replaces."""
+        try:
+            replaced = self.index.add(name, manifest)
+        except TrainingError:
+            self._discard(manifest.at)
+            raise
+        if replaced is not None:
+            self._discard(replaced.at)
 
     def _discard(self, place: str) -> None:
         """Removes what nobody needs any more. Fails without a word: the next save or start tries again."""
@@ -204,11 +205,11 @@ class StoredCheckpoints(Checkpoints):
 
         Args:
             damaged: Called with the error of each checkpoint that does not verify.
+        Raises:
+            TrainingError: If another training has claimed the checkpoints.
         """
         checkpoint.remove_partial(self.folder)
-        whole, partial = self._list()
-        for name in partial:
-            self._discard(name)
+        whole = _steps(self._open())
         if not whole and (here := checkpoint.list_checkpoints(self.folder)):
             raise CheckpointError(
                 f"checkpoints in '{self.folder}'", f"none, or others in {self.store.address}, too", here[-1].name,
@@ -223,11 +224,15 @@ class StoredCheckpoints(Checkpoints):
             return name
         return None
 
-    def _list(self) -> tuple[list[str], set[str]]:
-        """Returns the names of steps with a manifest, oldest first, and the names of all checkpoints without one."""
-        files = {one.partition("/")[::2] for one in self.store.names()}
-        whole = {name for name, file in files if file == MANIFEST}
-        return sorted(name for name in whole if STEP.match(name)), {name for name, _ in files} - whole
+    def _open(self) -> Mapping[str, Manifest]:
+        """Opens the index for writing, and removes files that it does not name: no one can add them any more."""
+        there = {
+            file.partition("/")[0] for file in self.store.names()
+        }  # listed before: later ones may be a successor's
+        known = self.index.open()
+        for place in there - {manifest.at.partition("/")[0] for manifest in known.values()} - {INDEX}:
+            self._discard(place)
+        return known
 
     def fetch(self, name: str, known: bool = False) -> Path:
         """Copies a checkpoint to this machine, unless it is there, and returns its verified folder.
@@ -260,8 +265,8 @@ class StoredCheckpoints(Checkpoints):
 
     def names(self) -> list[str]:
         """Returns the names of the checkpoints in the store: steps, oldest first, and the best one."""
-        whole, _ = self._list()
-        return [*whole, *([BEST] if self.store.read(f"{BEST}/{MANIFEST}") is not None else [])]
+        known = self.index.read()
+        return [*_steps(known), *([BEST] if BEST in known else [])]
 
     def describe(self, name: str) -> dict[str, Any]:
         """Describes a checkpoint as `checkpoint.describe` does, from its small files. It is not verified."""
@@ -283,22 +288,21 @@ class StoredCheckpoints(Checkpoints):
         Raises:
             CheckpointError: If the best one is damaged.
         """
-        whole, _ = self._list()
-        for name in reversed(whole):
+        known = self.index.read()
+        for name in reversed(_steps(known)):
             with suppress(CheckpointError):
                 self.fetch(name)
                 break
-        if self.store.read(f"{BEST}/{MANIFEST}") is not None:
+        if BEST in known:
             self.fetch(BEST)
 
-    def _read(self, name: str) -> _Manifest:
-        content = self.store.read(f"{name}/{MANIFEST}")
-        try:
-            return _Manifest.model_validate_json(content or b"")
-        except ValidationError:
-            raise _damaged(name, "a readable manifest", "none" if content is None else "other content") from None
+    def _read(self, name: str) -> Manifest:
+        manifest = self.index.read().get(name)
+        if manifest is None:
+            raise _damaged(name, "its files", "none")
+        return manifest
 
-    def _is_copy(self, folder: Path, manifest: _Manifest) -> bool:
+    def _is_copy(self, folder: Path, manifest: Manifest) -> bool:
         try:
             known = json.loads((folder / MANIFEST).read_bytes())
             if known == dict(manifest.files):
@@ -322,27 +326,34 @@ class StoredCheckpoints(Checkpoints):
         Raises:
             StorageError: If the store is not there, or refuses.
         """
-        files, place = json.loads((self.folder / name / MANIFEST).read_bytes()), f"{name}/{uuid.uuid4().hex}"
+        files, place = json.loads((self.folder / name / MANIFEST).read_bytes()), f"{name}-{uuid.uuid4().hex}"
         for file in files:
             self.store.put(self.folder / name / file, f"{place}/{file}")
-        self._publish(name, _Manifest(at=place, files=files))
+        self._publish(name, Manifest(at=place, files=files))
 
     def remove(self, name: str) -> None:
         """Removes a checkpoint from the store and from all hosts. All ranks call it together."""
         if dist.get_rank() == 0:
-            self._discard(f"{name}/{MANIFEST}")
-            self._discard(name)
+            self._drop([name])
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def prune(self, keep: int, newest: str) -> None:
         """Removes all but `keep` checkpoints: the newest one and those before it."""
         with suppress(StorageError):
-            names, _ = self._list()
+            names = _steps(self.index.read())
             kept = [name for name in names if name <= newest][-keep:]
-            for name in names:
-                if name not in kept:
-                    self._discard(f"{name}/{MANIFEST}")
-                    self._discard(name)
+            self._drop([name for name in names if name not in kept])
+
+    def _drop(self, names: Collection[str]) -> None:
+        """Removes checkpoints. Those that another training has taken over stay, and the next save says so."""
+        with suppress(StorageError, TrainingError):
+            for manifest in self.index.drop(names) if names else ():
+                self._discard(manifest.at)
+
+
+def _steps(known: Mapping[str, Manifest]) -> list[str]:
+    """Returns the names of the checkpoints of steps, oldest first."""
+    return sorted(name for name in known if STEP.match(name))
 
 
 def _damaged(name: str, expected: str, actual: str) -> CheckpointError:

@@ -12,6 +12,7 @@ import torch
 
 from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoint import BEST, CheckpointError
+from pipeline.training.state.checkpoint_index import INDEX
 from pipeline.training.state.checkpoints import StoredCheckpoints
 from storage.errors import StorageError
 from storage.objects import ObjectFolder
@@ -34,7 +35,9 @@ def folder(store: Store, request: pytest.FixtureRequest) -> ObjectFolder:
 
 @pytest.fixture
 def kept(folder: ObjectFolder, tmp_path: Path) -> StoredCheckpoints:
-    return StoredCheckpoints(tmp_path / "here", folder)
+    one = StoredCheckpoints(tmp_path / "here", folder)
+    one.find_latest(pytest.fail)
+    return one
 
 
 def tensors(seed: int) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def weights(folder: Path) -> torch.Tensor:
 
 def test_another_host_reads_what_was_saved(kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path) -> None:
     save(kept, 1, 2)
-    assert not list((tmp_path / "here").iterdir())  # a host keeps no part of what it saved
+    assert [path.name for path in (tmp_path / "here").iterdir()] == []  # a host keeps no part of what it saved
     other = StoredCheckpoints(tmp_path / "there", folder)
     assert other.find_latest(pytest.fail) == "step-0000000002"
     copy = other.fetch("step-0000000002")
@@ -84,7 +87,7 @@ def test_a_checkpoint_is_replaced_at_once_and_old_files_go(
     before = folder.names()
     save(kept, 7, name=BEST)
     assert len(folder.names()) == len(before)
-    assert set(folder.names()) & set(before) == {f"{BEST}/{checkpoint.MANIFEST}"}
+    assert set(folder.names()) & set(before) == {INDEX}
     assert weights(StoredCheckpoints(tmp_path / "there", folder).fetch(BEST)).equal(tensors(7)["model/weight"])
 
 
@@ -93,16 +96,18 @@ def test_the_newest_stay_and_those_of_abandoned_steps_go(kept: StoredCheckpoints
     save(kept, 1, name=BEST)
     save(kept, 3)
     kept.prune(2, "step-0000000003")
-    left = {one.partition("/")[0] for one in folder.names()}
-    assert left == {BEST, "step-0000000002", "step-0000000003"}
+    assert kept.names() == ["step-0000000002", "step-0000000003", BEST]
+    left = {one.partition("/")[0].rpartition("-")[0] for one in folder.names() if one != INDEX}
+    assert left == set(kept.names())
 
 
-@pytest.mark.parametrize("damage", ["a file is gone", "a file is shorter", "the manifest is no JSON", "no manifest"])
+@pytest.mark.parametrize("damage", ["a file is gone", "a file is shorter", "not in the index"])
 def test_what_is_damaged_or_half_written_is_never_read(
     kept: StoredCheckpoints, folder: ObjectFolder, damage: str
 ) -> None:
-    save(kept, 1, 2)
-    manifest = f"step-0000000002/{checkpoint.MANIFEST}"
+    save(kept, 1)
+    index = folder.read(INDEX)
+    save(kept, 2)
     shard = next(one for one in folder.names() if one.endswith(".distcp") and one.startswith("step-0000000002"))
     if damage == "a file is gone":
         folder.remove(shard)
@@ -110,14 +115,13 @@ def test_what_is_damaged_or_half_written_is_never_read(
         content = folder.read(shard)
         assert content
         folder.write(shard, content[:-1])
-    elif damage == "the manifest is no JSON":
-        folder.write(manifest, b'{"at": ')
     else:
-        folder.remove(manifest)
+        assert index
+        folder.write(INDEX, index)
     told: list[str] = []
     assert kept.find_latest(lambda error: told.append(str(error))) == "step-0000000001"
     assert weights(kept.fetch("step-0000000001")).equal(tensors(1)["model/weight"])
-    if damage == "no manifest":
+    if damage == "not in the index":
         assert told == []
         assert not [one for one in folder.names() if one.startswith("step-0000000002")]  # its leftovers are gone
     else:
@@ -125,13 +129,18 @@ def test_what_is_damaged_or_half_written_is_never_read(
         assert told[0].startswith("checkpoint 'step-0000000002' in the store: expected ")
 
 
-def test_a_manifest_names_no_file_outside_its_folder(kept: StoredCheckpoints, folder: ObjectFolder) -> None:
+def test_an_index_names_no_file_outside_its_folders(kept: StoredCheckpoints, folder: ObjectFolder) -> None:
     save(kept, 1)
-    path = f"step-0000000001/{checkpoint.MANIFEST}"
-    manifest = json.loads(folder.read(path) or b"")
-    folder.write(path, json.dumps(manifest | {"files": {"../../x": "0"}}).encode())
+    index = json.loads(folder.read(INDEX) or b"")
+    index["checkpoints"]["step-0000000001"]["files"] = {"../../x": "0"}
+    folder.write(INDEX, json.dumps(index).encode())
     with pytest.raises(StorageError, match=r"name '\.\./\.\./x'"):
         kept.fetch("step-0000000001")
+    index["checkpoints"]["step-0000000001"]["at"] = ""  # removing that folder would remove all
+    folder.write(INDEX, json.dumps(index).encode())
+    with pytest.raises(StorageError, match=r"^file 's3://.*/index\.json': expected a list of checkpoints, got other"):
+        kept.remove("step-0000000001") or kept.find_latest(pytest.fail)
+    assert len(folder.names()) > 1
 
 
 def test_a_lost_store_fails_the_save_on_every_rank_and_keeps_what_is_there(
