@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from pipeline.jobs.lease import lease
-from pipeline.training.state.checkpoint import MANIFEST
+from pipeline.training.state.checkpoint_index import CheckpointIndex
 from storage.config import WarehouseConfig
+from storage.objects import ObjectFolder
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
 from tests.postgres import serving_postgres
@@ -106,10 +107,15 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
     def kept() -> list[str]:
         return [one["Key"] for one in client.list_objects_v2(Bucket=store.bucket, Prefix="kept/").get("Contents", [])]
 
+    def saved() -> list[str]:
+        runs = {"/".join(key.split("/")[:3]) for key in kept() if "/checkpoints/" in key}
+        places = (ObjectFolder(f"s3://{store.bucket}/{run}/checkpoints", store.properties) for run in runs)
+        return [name for place in places for name in CheckpointIndex(place).read()]
+
     with run_on(tmp_path / "lost", catalog, "train", OWN) as flow:
         try:
             limit = time.monotonic() + 180
-            while not any("/step-" in key and key.endswith(MANIFEST) for key in kept()):
+            while not any(name.startswith("step-") for name in saved()):
                 assert flow.poll() is None, flow.communicate()[1]
                 assert time.monotonic() < limit
                 time.sleep(0.02)

@@ -75,14 +75,14 @@ def test_ranks_on_two_hosts_without_a_common_folder_train_as_processes_of_one(
             server.kill()
     for name in ("weights_sha256", "valid_ne", "steps", "rows"):
         assert found[name] == undisturbed.result[name]
-    best = {one.rpartition("/")[2] for one in names if "/best/" in one}
-    assert best >= {"__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"}
-    assert {"run/weights.safetensors", "run/probe.json"} <= set(names)
+    best = {one.rpartition("/")[2] for one in names if "/best-" in one}
+    assert best >= {"__0_0.distcp", "__1_0.distcp", ".metadata"}
+    assert {"run/weights.safetensors", "run/probe.json", "run/checkpoints/index.json"} <= set(names)
     expected = completed(later["one host"]).result["weights_sha256"]
     assert json.loads(continued.splitlines()[-1])["weights_sha256"] == expected != found["weights_sha256"]
     for node in cluster.nodes.values():
         assert "grown" not in node.run(["ls", f"{later['two hosts'].folder}/checkpoints"]).split()
-    assert [one for one in left if "/grown/" in one] == []
+    assert [one for one in left if "/grown-" in one] == []
 
 
 @pytest.mark.parametrize("fate", ["lost", "replaced"])

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from pipeline.data.files import find_files, stamp
 from pipeline.extraction.sources import as_pattern
+from storage import objects
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.objects import CHECKSUMS, ObjectFile, ObjectFolder, find_objects, open_file, send_lengths
@@ -99,14 +101,19 @@ class Gateway(BaseHTTPRequestHandler):
             self.close_connection = True
             self._answer(411, b"")
             return
-        body = self.rfile.read(int(self.headers["content-length"]))
+        self._forward(self.rfile.read(int(self.headers["content-length"])))
+
+    do_POST = do_PUT
+
+    def do_GET(self) -> None:
+        self._forward(b"")
+
+    def _forward(self, body: bytes) -> None:
         port = int(self.upstream.rpartition(":")[2])
         connection = HTTPConnection("127.0.0.1", port, timeout=60)
         connection.request(self.command, self.path, body, dict(self.headers))
         answer = connection.getresponse()
         self._answer(answer.status, answer.read(), {name: answer.headers[name] for name in answer.headers})
-
-    do_POST = do_PUT
 
     def _answer(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
         self.send_response(status)
@@ -121,24 +128,113 @@ class Gateway(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_store_that_wants_lengths_is_written_to(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(CHECKSUMS, raising=False)
+@contextmanager
+def serving(kind: type[Gateway], store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Runs a gateway before the store. Yields access to it."""
     monkeypatch.setattr(Gateway, "upstream", store.endpoint)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Gateway)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        monkeypatch.setenv(CHECKSUMS, "when_supported")  # what the environment says is kept
-        properties = store.properties | {"s3.endpoint": f"http://127.0.0.1:{server.server_port}"}
-        with pytest.raises(StorageError, match="411"):
-            ObjectFolder("s3://logs/lengths", {**properties, "s3.connect-timeout": "9"}).write("a", b"1")
-        monkeypatch.delenv(CHECKSUMS)
-        ObjectFolder("s3://logs/lengths", properties).write("a", b"2")
+        yield store.properties | {"s3.endpoint": f"http://127.0.0.1:{server.server_port}"}
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def test_a_store_that_wants_lengths_is_written_to(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CHECKSUMS, raising=False)
+    with serving(Gateway, store, monkeypatch) as properties:
+        monkeypatch.setenv(CHECKSUMS, "when_supported")  # what the environment says is kept
+        with pytest.raises(StorageError, match="411"):
+            ObjectFolder("s3://logs/lengths", {**properties, "s3.connect-timeout": "9"}).write("a", b"1")
+        monkeypatch.delenv(CHECKSUMS)
+        ObjectFolder("s3://logs/lengths", properties).write("a", b"2")
     assert ObjectFolder("s3://logs/lengths", store.properties).read("a") == b"2"
+
+
+@pytest.mark.parametrize("boto3", [True, False])
+def test_a_file_is_replaced_only_if_it_is_as_it_was_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch, boto3: bool
+) -> None:
+    if not boto3:
+        monkeypatch.setattr(objects, "_boto3_client", lambda properties: None)
+    folder = ObjectFolder(f"s3://logs/swap-{boto3}", store.properties)
+    assert not folder.swap("a", b"0", b"1")
+    assert folder.names() == []
+    assert folder.swap("a", None, b"1")
+    assert not folder.swap("a", None, b"2")
+    assert not folder.swap("a", b"2", b"3")
+    assert folder.read("a") == b"1"
+    assert folder.swap("a", b"1", b"4")
+    assert folder.read("a") == b"4"
+
+
+class Cut(Gateway):
+    """Loses the answer to the first write, which the client then repeats."""
+
+    left = 1
+
+    def _answer(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
+        if self.command == "PUT" and self.left:
+            Cut.left -= 1
+            self.close_connection = True
+            return
+        super()._answer(status, body, headers)
+
+
+def test_a_write_whose_answer_was_lost_is_not_taken_for_that_of_another(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(Cut, store, monkeypatch) as properties:
+        for before, content in ((None, b"1"), (b"1", b"2")):
+            monkeypatch.setattr(Cut, "left", 1)
+            assert ObjectFolder("s3://logs/cut", properties).swap("a", before, content)
+            assert Cut.left == 0
+    assert ObjectFolder("s3://logs/cut", store.properties).read("a") == b"2"
+
+
+class Plain(Gateway):
+    """Knows no preconditions."""
+
+    def do_PUT(self) -> None:
+        if "If-Match" in self.headers or "If-None-Match" in self.headers:
+            self.rfile.read(int(self.headers["content-length"]))
+            self._answer(501, b"<Error><Code>NotImplemented</Code></Error>")
+        else:
+            super().do_PUT()
+
+
+class Stubborn(Gateway):
+    """Refuses every precondition."""
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+
+
+def test_a_store_without_preconditions_is_written_to_and_one_that_refuses_all_is_an_error(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(Plain, store, monkeypatch) as properties:
+        folder = ObjectFolder("s3://logs/plain", properties)
+        assert folder.swap("a", None, b"1")
+        assert folder.swap("a", b"1", b"2")
+        assert not folder.swap("a", b"1", b"3")
+    refused = pytest.raises(StorageError, match="got 10 refusals to replace a file that nobody has changed")
+    with serving(Stubborn, store, monkeypatch) as properties, refused:
+        ObjectFolder("s3://logs/plain", properties).swap("a", b"2", b"3")
+    assert ObjectFolder("s3://logs/plain", store.properties).read("a") == b"2"
+    away = ObjectFolder("s3://logs/plain", store.properties | {"s3.endpoint": "http://127.0.0.1:9"})
+    with pytest.raises(StorageError, match="expected a store that answers, got Could not connect"):
+        away.swap("a", b"2", b"3")
+
+
+def test_access_that_boto3_is_not_told_of_is_not_used_with_it(store: Store) -> None:
+    role = store.properties | {"s3.role-arn": "arn:aws:iam::1:role/x"}
+    assert objects._s3_client("s3://logs/a", role) is objects._s3_client("gs://logs/a", store.properties) is None
+    assert objects._s3_client("s3a://logs/a", store.properties) is not None
 
 
 def test_amazon_is_written_to_as_its_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
