@@ -4,7 +4,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,10 @@ _VARIABLES = {
 AMAZON = "amazonaws.com"
 CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 """Amazon's variable. Its library reads it for each client that it makes."""
+_RETRIES = "s3.retry-strategy-impl"
+"""pyiceberg's property for what makes pyarrow's retry strategy."""
+_ATTEMPTS = 10
+"""Of a patient request: pyarrow waits for 1, 2, 4, 8, 16 and then 20 seconds at most, and for half of it on average."""
 COPY_BYTES = 8 << 20
 """Read and written at a time."""
 SWAPS = 10
@@ -160,6 +164,10 @@ class ObjectFolder:
         """Returns a folder below this one."""
         return ObjectFolder(f"{self.address}/{name}", self.properties, self.copied)
 
+    def patient(self) -> "ObjectFolder":
+        """Returns the same folder for long work: requests are repeated for about a minute if nobody answers."""
+        return ObjectFolder(self.address, self.properties | {_RETRIES: f"{__name__}.retry_long"}, self.copied)
+
     def names(self) -> list[str]:
         """Lists all files below, each with its path from here."""
         from pyarrow import fs as pa_fs
@@ -212,7 +220,7 @@ class ObjectFolder:
         """Removes a file, or a folder with all that is below: without a name, this one. It may be gone already."""
         from pyarrow import fs as pa_fs
 
-        with self._asking() as (store, root):
+        with suppress(FileNotFoundError), self._asking() as (store, root):  # another process may remove it, too
             info = store.get_file_info(f"{root}/{name}".rstrip("/"))
             if info.type == pa_fs.FileType.Directory:
                 store.delete_dir(info.path)
@@ -239,6 +247,13 @@ class ObjectFolder:
             raise
         except OSError as error:
             raise _unreachable(f"address '{self.address}'", error) from error
+
+
+def retry_long() -> "pa_fs.S3RetryStrategy":
+    """Returns the retry strategy of `ObjectFolder.patient`."""
+    from pyarrow import fs as pa_fs
+
+    return pa_fs.AwsStandardS3RetryStrategy(max_attempts=_ATTEMPTS)
 
 
 def register_stores(

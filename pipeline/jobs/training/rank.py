@@ -36,6 +36,7 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.external import append_events
+from pipeline.training.launch.external_store import FollowedRank
 from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.launch.network import find_meeting, require_hosts, require_place
 from pipeline.training.launch.processes import ANSWER, DETERMINISTIC, ERROR
@@ -63,7 +64,7 @@ from pipeline.transforms.kernels.jit import load_compiler
 from pipeline.transforms.plan.carry_over import Start, unchanged_features
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
-from storage.objects import ObjectFolder
+from storage.objects import ObjectFolder, is_address
 from storage.warehouse import Warehouse
 
 GROWN = "grown"
@@ -112,10 +113,17 @@ class GroupSpec(Protocol):
 Spec = TypeVar("Spec", bound=GroupSpec)
 
 
-def main(path: str) -> None:
-    """Trains as one rank of a group."""
+def main(place: str) -> None:
+    """Trains as one rank of a group.
+
+    Args:
+        place: File with the spec as JSON, or the address of the training's folder in an object store.
+    """
     read_code()  # unless the server of the ranks has
-    run_rank(path, RankSpec, train)
+    if is_address(place):
+        train_from_store(place)
+    else:
+        run_rank(place, RankSpec, train)
 
 
 def plan(path: str) -> None:
@@ -142,15 +150,43 @@ def run_rank(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device
         path: File with the spec as JSON.
         run: Called with spec, rank and device.
     """
-    spec = kind.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    spec, rank = kind.model_validate_json(Path(path).read_text(encoding="utf-8")), _own_rank()
+    _work(spec, rank, run, lambda error: write_json(Path(path).parent / f"error-{rank}.json", to_wire(error)))
+
+
+def train_from_store(address: str) -> None:
+    """Trains as one rank of a group that has no folder in common with its training.
+
+    Args:
+        address: The training's folder in an object store.
+    """
+    followed = FollowedRank(address, _own_rank())
+    spec = RankSpec.model_validate_json(followed.fetch_spec())
+
+    def run(spec: RankSpec, rank: int, device: torch.device) -> None:
+        with followed.open_events() as emit:
+            train(spec, rank, device, emit)
+
+    _work(spec, followed.rank, run, followed.report)
+
+
+def _own_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _work(
+    spec: Spec,
+    rank: int,
+    run: Callable[[Spec, int, torch.device], None],
+    report: Callable[[ContractError], None],
+) -> None:
     logging.disable(logging.WARNING)  # TorchRec's planner warns of intended settings at every start
-    rank = int(os.environ.get("RANK", "0"))
     try:
         require_place(spec.training.world_size)
         run(spec, rank, start_group(spec.training, rank))
         dist.destroy_process_group()
     except ContractError as error:
-        write_json(Path(path).parent / f"error-{rank}.json", to_wire(error))
+        report(error)
         raise
 
 
@@ -274,7 +310,7 @@ def open_store(spec: RankSpec, heartbeat: Heartbeat) -> ObjectFolder | None:
     """Returns the folder of the training in an object store. None: its hosts share a folder."""
     if spec.store is None:
         return None
-    return ObjectFolder(spec.store, spec.train.warehouse.catalog, heartbeat.progress)
+    return ObjectFolder(spec.store, spec.train.warehouse.catalog, heartbeat.progress).patient()
 
 
 def load_start(spec: RankSpec, heartbeat: Heartbeat, trainer: Trainer) -> None:
@@ -286,7 +322,7 @@ def load_start(spec: RankSpec, heartbeat: Heartbeat, trainer: Trainer) -> None:
     assert spec.start is not None
     folder = Path(spec.start.checkpoint)
     if spec.start.store is not None:  # also if there is a copy: it may be of an earlier training of that name
-        store = ObjectFolder(spec.start.store, spec.train.warehouse.catalog, heartbeat.progress)
+        store = ObjectFolder(spec.start.store, spec.train.warehouse.catalog, heartbeat.progress).patient()
         StoredCheckpoints(folder.parent, store).fetch(folder.name)
     if not folder.exists():
         raise CheckpointError(

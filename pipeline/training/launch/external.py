@@ -1,4 +1,7 @@
-"""Follows ranks that someone else starts, such as torchrun or SLURM, through files in the run's folder."""
+"""Follows ranks that someone else starts, such as torchrun or SLURM, through files in the run's folder.
+
+`external_store` does it where hosts have no common folder.
+"""
 
 import errno
 import json
@@ -38,20 +41,22 @@ def follow_ranks(
     on_event: Callable[[Event], None],
     root: Path,
     hosts: int = 1,
+    make_group: "Callable[..., RankGroup] | None" = None,
 ) -> Event:
     """Waits for ranks as `run_ranks` does, but starts none. Its event `awaited` holds a command that does.
 
     Whoever started the ranks restarts them; `restart_limit` is not used. Their time counts from the first event.
 
     Args:
-        folder: On storage that all hosts share.
+        folder: On storage that all hosts share, unless `make_group` follows the ranks through another place.
         hosts: How many, if the config says so. 1: the command is for one rank on each host.
+        make_group: See `run_ranks`. None: follows them through files in the folder.
     Raises:
         ContractError: The error that a rank raised.
         TrainingError: If the ranks hang, or the deadline passed. Ranks that still run end at their next event.
     """
     once = replace(limits, restart_limit=0)
-    group = partial(ExternalGroup, hosts=hosts if hosts > 1 else world_size)
+    group = partial(make_group or ExternalGroup, hosts=hosts)
     return run_ranks(module, spec, folder, world_size, threads_per_rank, once, on_event, root, group)
 
 
@@ -60,6 +65,7 @@ class ExternalGroup(RankGroup):
     """Ranks that someone else has started."""
 
     hosts: int = 1
+    """As in `follow_ranks`."""
 
     def run(self, module: str, world_size: int, threads: int, attempt: int, root: Path) -> Event:
         """See `RankGroup`."""
@@ -67,18 +73,12 @@ class ExternalGroup(RankGroup):
         for old in (path, *self.folder.glob("error-*.json")):
             old.unlink(missing_ok=True)
         path.touch(mode=0o600)
-        self.on_event({"event": "awaited", "command": self.suggest(module, world_size)})
+        place = (self.folder / SPEC).resolve()
+        self.on_event({"event": "awaited", "command": suggest(module, place, world_size, self.hosts)})
         try:
             return self.watch_file(path)
         finally:
             path.unlink(missing_ok=True)
-
-    def suggest(self, module: str, world_size: int) -> str:
-        """Returns a command that starts the ranks of a host."""
-        return (
-            f"torchrun --nnodes={self.hosts} --nproc-per-node={world_size // self.hosts} --node-rank=N "
-            f"--master-addr=ADDRESS --master-port=29500 -m {module} {(self.folder / SPEC).resolve()}"
-        )
 
     def watch_file(self, path: Path) -> Event:
         """Passes events to `on_event` until rank 0 reports a result."""
@@ -112,9 +112,7 @@ def append_events(folder: Path, rank: int) -> Callable[[dict[str, Any]], None]:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     except FileNotFoundError:
-        raise TrainingError(
-            f"ranks of {folder}", "a training that follows them", "none", "Start the training first, then the ranks."
-        ) from None
+        raise unfollowed(folder) from None
 
     def emit(event: dict[str, Any]) -> None:
         line = (json.dumps(event) + "\n").encode()
@@ -139,3 +137,25 @@ def _complete_lines(path: Path, read: int) -> list[bytes]:
     with path.open("rb") as file:  # opened anew: else a network file system may show an old state
         file.seek(read)
         return [line for line in file.readlines() if line.endswith(b"\n")]
+
+
+def suggest(module: str, place: Path | str, world_size: int, hosts: int) -> str:
+    """Returns a command that starts the ranks of a host.
+
+    Args:
+        place: Where the ranks find their specification.
+        hosts: As in `follow_ranks`.
+    """
+    nodes = hosts if hosts > 1 else world_size
+    return (
+        f"torchrun --nnodes={nodes} --nproc-per-node={world_size // nodes} --node-rank=N --master-addr=ADDRESS "
+        f"--master-port=29500 -m {module} {place}"
+    )
+
+
+def unfollowed(place: Path | str) -> TrainingError:
+    """Returns the error of ranks that no training follows."""
+    return TrainingError(
+        f"ranks of {place}", "a training that follows them", "none",
+        "Start the training first, then the ranks by the command that it prints.",
+    )  # fmt: skip

@@ -167,9 +167,14 @@ def run_alone(module: str, word: str, spec: BaseModel, folder: Path, threads: in
 
 
 def read_error(path: Path) -> ContractError:
-    """Returns the error that a process wrote to a file. A damaged one becomes an error that says so."""
+    """Returns the error that a process wrote to a file. See `parse_error`."""
+    return parse_error(path.read_text(encoding="utf-8", errors="replace"))
+
+
+def parse_error(text: str) -> ContractError:
+    """Returns the error that a process wrote as JSON. A damaged one becomes an error that says so."""
     try:
-        return from_wire(json.loads(path.read_text(encoding="utf-8")))
+        return from_wire(json.loads(text))
     except (ValueError, RecursionError):
         return from_wire("damaged text")
 

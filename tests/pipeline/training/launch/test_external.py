@@ -90,7 +90,8 @@ def test_ranks_end_when_the_training_that_follows_them_has_ended_or_a_newer_one_
     with pytest.raises(TrainingError) as caught:
         append_events(tmp_path, 0)
     assert str(caught.value) == (
-        f"ranks of {tmp_path}: expected a training that follows them, got none. Start the training first, then the ranks."
+        f"ranks of {tmp_path}: expected a training that follows them, got none. Start the training first, then the "
+        "ranks by the command that it prints."
     )
     path = tmp_path / EVENTS
     path.touch()
