@@ -1,9 +1,14 @@
 """Ranks that torchrun starts on two hosts train as processes of one."""
 
+import json
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +18,8 @@ from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.training.launch.external import EVENTS, follow_ranks
 from pipeline.training.launch.processes import Event, Limits
 from tests.hosts.rig import ROOT, Host, Network
+from tests.hosts.test_ranks import LIST, MAKE_BUCKET
+from tests.objects import SERVE, Store
 from tests.pipeline.conftest import SETTINGS, Run
 
 pytestmark = pytest.mark.slow
@@ -42,11 +49,8 @@ def follow(
 
 def torchrun(hosts: Sequence[Host], command: str, folder: Path) -> None:
     """Starts ranks on each host, by the command that the training prints."""
-    assert command.startswith("torchrun ")
     for number, host in enumerate(hosts):
-        words = command.replace("=N ", f"={number} ").replace("ADDRESS", hosts[0].address).split()
-        with (folder / f"{host.name}.log").open("wb") as log:
-            host.start([sys.executable, "-m", "torch.distributed.run", *words[1:]], stdout=log, stderr=log)
+        run_by_torchrun(host, number, command, hosts[0], folder / f"{host.name}.log")
 
 
 def test_ranks_of_torchrun_on_two_hosts_train_as_processes_of_one(
@@ -91,6 +95,86 @@ def test_ranks_on_other_hosts_than_the_config_says_are_refused(
         "LOCAL_WORLD_SIZE=4. Start as many ranks on each host (training.resources does that on Ray), or leave out "
         "training.hosts."
     )
+
+
+def run_by_torchrun(
+    host: Host, number: int, command: str, master: Host, log: Path, env: dict[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Runs the command that a training prints."""
+    assert command.startswith("torchrun ")
+    words = command.replace("=N ", f"={number} ").replace("ADDRESS", master.address).split()
+    with log.open("wb") as file:
+        return host.start(
+            [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3", *words[1:]],
+            env,
+            stdout=file,
+            stderr=file,
+        )
+
+
+@pytest.fixture
+def kept(hosts: tuple[Host, Host]) -> Iterator[tuple[Host, Store]]:
+    """A third host with a store that has the bucket `kept`."""
+    pytest.importorskip("moto", reason="the S3 server comes with `make setup EXTRAS=objects`")
+    host = hosts[0].network.add("store")
+    store = Store(f"http://{host.address}:5999", "kept")
+    with host.start([sys.executable, "-c", SERVE, host.address, "5999"], stderr=subprocess.DEVNULL) as server:
+        try:
+            host.run([sys.executable, "-c", MAKE_BUCKET], store.variables)
+            yield host, store
+        finally:
+            server.kill()
+
+
+def test_ranks_of_torchrun_without_a_common_folder_train_as_processes_of_one_host(
+    hosts: tuple[Host, Host],
+    kept: tuple[Host, Store],
+    rank_spec: Callable[..., RankSpec],
+    undisturbed: Run,
+    tmp_path: Path,
+) -> None:
+    """Although the store does not answer for 20 seconds, in which rank 0 dies and torchrun restarts both."""
+    (place, store), training = kept, hosts[0].network.add("training")
+    spec = rank_spec(tmp_path / "run", **SETTINGS, launcher="external")
+    warehouse = spec.train.warehouse.model_copy(update={"catalog": store.properties})
+    own = {"folder": f"/tmp/own-{tmp_path.name}/run", "store": f"s3://{store.bucket}/run"}
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"warehouse": warehouse}), **own})
+    path, logs = tmp_path / "given.json", [tmp_path / f"{host.name}.log" for host in hosts]
+    path.write_text(spec.model_dump_json())
+    argv = [sys.executable, "-m", "tests.hosts.followed", str(path)]
+    follower = training.start(argv, store.variables, stdout=subprocess.PIPE, text=True)
+    assert follower.stdout is not None
+    agents, events = [], []
+    for line in follower.stdout:
+        events.append(json.loads(line))
+        if events[-1]["event"] == "awaited":
+            command = events[-1]["command"]
+            assert command.endswith(" -m pipeline.jobs.training.rank s3://kept/run")
+            agents = [
+                run_by_torchrun(host, number, command, hosts[0], logs[number], store.variables)
+                for number, host in enumerate(hosts)
+            ]
+        if [event["event"] for event in events].count("start") == 1 and events[-1]["event"] == "start":
+            place.set_link(up=False)
+            kill_ranks(agents[0])
+            time.sleep(20.0)
+            place.set_link(up=True)
+    texts = "\n".join(log.read_text() for log in logs)
+    assert follower.wait() == 0, texts
+    for name in ("weights_sha256", "valid_ne", "steps", "rows"):
+        assert events[-1][name] == undisturbed.result[name], texts
+    assert [event["event"] for event in events].count("start") == 2
+    names = json.loads(place.run([sys.executable, "-c", LIST], store.variables))
+    assert [name for name in names if name.startswith("run/ranks/")] == []
+    assert {"run/weights.safetensors", "run/probe.json"} <= set(names)
+
+
+def kill_ranks(agent: "subprocess.Popen[bytes]") -> None:
+    """Kills the ranks of one host, as the kernel does without memory."""
+    for process in psutil.Process(agent.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "torch.distributed.run" not in process.cmdline():
+                process.kill()
 
 
 def test_a_master_that_is_loopback_on_its_host_is_refused(

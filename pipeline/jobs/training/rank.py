@@ -514,10 +514,13 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or config.threads_per_rank or 1))
     torch.use_deterministic_algorithms(True, warn_only=True)
     if not dist.is_initialized():
+        place, limit = (rank, config.world_size), datetime.timedelta(minutes=30)
+        store = next(dist.rendezvous(find_meeting(), *place, timeout=limit))[0]
+        # torchrun keeps its store when it restarts ranks, and the addresses of the dead ones are in it
+        store = dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(
-            "nccl" if cuda else "gloo", init_method=find_meeting(), rank=rank,
-            world_size=config.world_size, timeout=datetime.timedelta(minutes=30),
-        )  # fmt: skip
+            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=config.world_size, timeout=limit
+        )
     if config.hosts > 1:
         places: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(places, (socket.gethostname(), int(os.environ["LOCAL_WORLD_SIZE"])))

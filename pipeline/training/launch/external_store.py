@@ -144,12 +144,11 @@ class FollowedRank:
     def __init__(self, address: str, rank: int) -> None:
         self.rank, self.address = rank, address
         self.name = f"{rank}-{secrets.token_hex(8)}"
-        place = ObjectFolder(address, {}).child(RANKS)
-        found = place.read(TRAINING)
+        self.place = ObjectFolder(address, {}).child(RANKS).patient()
+        found = self.place.read(TRAINING)
         if found is None:
             raise unfollowed(address)
-        self.training, self.place = found, place.patient()
-        self.own = self.place.child(found.decode())
+        self.training, self.own = found, self.place.child(found.decode())
 
     def fetch_spec(self) -> str:
         """Returns the specification as JSON. Nobody else can read the answer of the training.
