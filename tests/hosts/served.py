@@ -1,6 +1,7 @@
-"""A preprocessing service on a Ray cluster, and ranks of other hosts that read from it.
+"""A preprocessing service, and ranks of other hosts that read from it.
 
-`python -m tests.hosts.served service FOLDER ADDRESS` serves the data of FOLDER/spec.json until FOLDER/done exists.
+`python -m tests.hosts.served cluster FOLDER ADDRESS` serves the data of FOLDER/spec.json until FOLDER/done exists, with
+workers on a Ray cluster. `python -m tests.hosts.served host FOLDER ADDRESS` does so with workers on its own host.
 `python -m tests.hosts.served rank FOLDER RANK RANKS` prints each of the rank's batches as a hash.
 """
 
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pipeline.data.position import Position
 from pipeline.preprocessing import stream
@@ -22,17 +24,10 @@ from tests.pipeline.preprocessing.reference import CONFIG, TIGHT_BYTES, client, 
 EPOCHS = 4
 
 
-def serve(folder: Path, address: str) -> None:
+def serve(folder: Path, given: dict[str, Any]) -> None:
     """Serves with two workers, and with little memory, so that most work is done while batches are taken."""
     stream.GROUP_ROWS = 160
-    given = {
-        "executor": "ray",
-        "ray_address": address,
-        "workers": 2,
-        "resources": {"place": 1.0},
-        "lease_seconds": 60.0,
-    }
-    config = CONFIG.model_copy(update=given | {"memory_bytes": TIGHT_BYTES})
+    config = CONFIG.model_copy(update=given | {"workers": 2, "lease_seconds": 60.0, "memory_bytes": TIGHT_BYTES})
     spec = DataSpec.model_validate_json((folder / "spec.json").read_text(encoding="utf-8"))
     with Service({"days": spec}, config, folder / "service", lambda text: print(text, flush=True)) as service:
         (folder / "address.new").write_text(service.address.model_dump_json(), encoding="utf-8")
@@ -62,7 +57,10 @@ def hashes(source: BatchSource, spec: DataSpec, rank: int, ranks: int) -> Iterat
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "service":
-        serve(Path(sys.argv[2]), sys.argv[3])
+    kind, place, *words = sys.argv[1:]
+    if kind == "cluster":
+        serve(Path(place), {"executor": "ray", "ray_address": words[0], "resources": {"place": 1.0}})
+    elif kind == "host":
+        serve(Path(place), {"executor": "process", "transport": "network", "host": words[0]})
     else:
-        take(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        take(Path(place), int(words[0]), int(words[1]))

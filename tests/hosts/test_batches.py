@@ -19,6 +19,7 @@ from tests.pipeline.preprocessing.reference import CONFIG, eventually
 
 pytestmark = pytest.mark.slow
 RANKS = 2
+SERVED = (sys.executable, "-W", "ignore", "-m", "tests.hosts.served")
 
 
 @pytest.fixture
@@ -37,8 +38,7 @@ def expected(data: DataSpec) -> list[list[str]]:
 
 
 def start(host: Host, cluster: Cluster, *words: str) -> "subprocess.Popen[str]":
-    argv = [sys.executable, "-W", "ignore", "-m", "tests.hosts.served", *words]
-    return host.start(argv, cluster.environment, stdout=subprocess.PIPE, text=True)
+    return host.start([*SERVED, *words], cluster.environment, stdout=subprocess.PIPE, text=True)
 
 
 def lines(process: "subprocess.Popen[str]") -> Iterator[str]:
@@ -53,7 +53,7 @@ def test_batches_survive_a_cut_link_and_the_loss_of_a_host(
     folder = tmp_path / "shared"
     folder.mkdir()
     (folder / "spec.json").write_text(data.model_dump_json(), encoding="utf-8")
-    service = start(cluster.head, cluster, "service", str(folder), cluster.address)
+    service = start(cluster.head, cluster, "cluster", str(folder), cluster.address)
     eventually(lambda: (folder / "address.json").exists() or service.poll() is not None, 120.0)
     address = json.loads((folder / "address.json").read_text(encoding="utf-8"))
     assert address["location"].startswith(f"grpc+tls://{cluster.head.address}:")
@@ -72,3 +72,38 @@ def test_batches_survive_a_cut_link_and_the_loss_of_a_host(
     (folder / "done").touch()
     assert found == expected
     assert json.loads(list(lines(service))[-1])["restarts"] >= 1
+
+
+def test_a_rank_of_another_host_with_a_wrong_token_is_refused(
+    make_network: Callable[[], Network], data: DataSpec, expected: list[list[str]], tmp_path: Path
+) -> None:
+    """Those with the right one get their batches meanwhile."""
+    network = make_network()
+    one, two = network.add("one"), network.add("two")
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    for folder in (right, wrong):
+        folder.mkdir()
+        (folder / "spec.json").write_text(data.model_dump_json(), encoding="utf-8")
+    with one.start([*SERVED, "host", str(right), one.address]) as service:
+        try:
+            eventually(lambda: (right / "address.json").exists() or service.poll() is not None, 120.0)
+            address = json.loads((right / "address.json").read_text(encoding="utf-8"))
+            assert address["location"].startswith(f"grpc+tls://{one.address}:")
+            (wrong / "address.json").write_text(json.dumps(address | {"token": secrets.token_hex(32)}))
+            ranks = [start_rank(two, right, rank) for rank in range(RANKS)]
+            with pytest.raises(AssertionError) as refused:
+                two.run([*SERVED, "rank", str(wrong), "0", str(RANKS)])
+            found = [list(lines(rank)) for rank in ranks]
+            (right / "done").touch()
+            assert service.wait(60) == 0
+        finally:
+            service.kill()
+    assert str(refused.value).strip().splitlines()[-1] == (
+        f"pipeline.errors.DataError: preprocessing service at {address['location']}: expected the token of its run, got "
+        "another. Start the ranks of the training that runs now: it gives them the token."
+    )
+    assert found == expected
+
+
+def start_rank(host: Host, folder: Path, rank: int) -> "subprocess.Popen[str]":
+    return host.start([*SERVED, "rank", str(folder), str(rank), str(RANKS)], stdout=subprocess.PIPE, text=True)

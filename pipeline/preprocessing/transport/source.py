@@ -201,8 +201,11 @@ class _Fetcher(threading.Thread):
                 (found,) = self.master.do_action(flight.Action(kind, body), self.options(timeout=CALL_SECONDS))
                 answer: wire.Message = json.loads(found.body.to_pybytes())
                 return answer
-            except flight.FlightUnauthenticatedError as error:
-                raise _unreachable(f"preprocessing service at {self.location}", error) from None
+            except flight.FlightUnauthenticatedError:
+                raise DataError(
+                    f"preprocessing service at {self.location}", "the token of its run", "another",
+                    "Start the ranks of the training that runs now: it gives them the token.",
+                ) from None  # fmt: skip
             except (flight.FlightServerError, ValueError, RecursionError) as error:
                 raise _unreachable(f"preprocessing service at {self.location}", error) from None
             except pa.ArrowException as error:
