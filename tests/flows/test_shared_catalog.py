@@ -21,6 +21,7 @@ from storage.config import WarehouseConfig
 from storage.objects import ObjectFolder
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
+from tests.ports import free_port
 from tests.postgres import serving_postgres
 
 pytestmark = pytest.mark.slow
@@ -147,3 +148,35 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
     exported, _ = last_line(run_on(third, catalog, "checkpoint", OWN, "action=export"))
     assert (exported["step"], exported["status"]) == (newest, "ok")
     assert Path(exported["path"]).is_relative_to(third)
+
+
+def test_ranks_of_torchrun_find_their_training_through_the_store(
+    catalog: dict[str, str], store: Store, tmp_path: Path
+) -> None:
+    """By the command that the training prints, with access to the store from the environment alone."""
+    own = ("name=followed", "training.epochs=1", "preprocessing.executor=inline")
+    last_line(run_on(tmp_path / "home", catalog, "ingest", *own))
+    with run_on(tmp_path / "home", catalog, "train", *own, "training.launcher=external") as flow:
+        try:
+            assert flow.stderr is not None
+            said = next(line for line in flow.stderr if "waiting for the ranks" in line)
+            words = said.strip().rpartition("for example: torchrun ")[2].split()
+            assert words[-1].startswith("s3://logs/kept/runs/followed-")
+            start = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node=2",
+                f"--master-port={free_port()}",
+            ]
+            ranks = subprocess.run(
+                [*start, *words[-3:]], cwd=ROOT, env=os.environ | store.variables, capture_output=True
+            )
+            assert ranks.returncode == 0, ranks.stderr
+            found, _ = last_line(flow)
+        finally:
+            flow.kill()
+    plain, _ = last_line(run_on(tmp_path / "plain", catalog, "train", *own, "storage.path=null"))
+    assert found["train"]["weights_sha256"] == plain["train"]["weights_sha256"]
+    keys = [one["Key"] for one in store.client().list_objects_v2(Bucket="logs", Prefix="kept/")["Contents"]]
+    assert [key for key in keys if "/ranks/" in key] == []
