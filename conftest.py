@@ -4,7 +4,11 @@ from importlib.util import find_spec
 
 import pytest
 
-NEEDS_RAY = ["pipeline/preprocessing/ray_executor.py", "pipeline/training/launch/ray_group.py"]
+NEEDS_RAY = [
+    "pipeline/jobs/evaluation/ray_portions.py",
+    "pipeline/preprocessing/ray_executor.py",
+    "pipeline/training/launch/ray_group.py",
+]
 collect_ignore = [] if find_spec("ray") else NEEDS_RAY
 
 LONGEST = (

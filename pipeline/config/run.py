@@ -173,6 +173,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         on_cluster = self.training.launcher == "ray" and self.preprocessing.ray_address is not None
         return on_cluster or self.training.launcher == "external"
 
+    @property
+    def uses_cluster(self) -> bool:
+        """Whether ranks or workers run on the nodes of a given Ray cluster."""
+        on_ray = self.training.launcher == "ray" or self.preprocessing.executor == "ray"
+        return on_ray and self.preprocessing.ray_address is not None
+
     @model_validator(mode="after")
     def _plans_fit_several_hosts(self) -> Self:
         training = self.training

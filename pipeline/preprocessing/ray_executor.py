@@ -92,15 +92,8 @@ class RayExecutor(Executor):
         if not self.processors:
             return None
         with suppress(RayError):  # the head may not answer for a while: nothing is known to have changed
-            self.known_cores = sum(map(self._room, ray.nodes()))
+            self.known_cores = count_room({"CPU": 1.0, **self.resources})
         return self.known_cores
-
-    def _room(self, node: Mapping[str, Any]) -> int:
-        """Returns how many workers a node has room for."""
-        if not node["Alive"]:
-            return 0
-        needed = {"CPU": float(self.processors), **self.resources}
-        return int(min(node["Resources"].get(name, 0.0) // amount for name, amount in needed.items()))
 
     def keeper(self, memory: Any) -> int | None:
         return memory.worker if isinstance(memory, KeptResult) else None
@@ -182,25 +175,43 @@ def _parse_answer(worker: int, answer: Mapping[str, Any], memory: Any) -> WorkDo
     )
 
 
-def _connect(config: PreprocessingConfig, temporary: str) -> None:
-    """Joins the configured cluster, or starts one on this machine for the lifetime of this process."""
+VARIABLES = WORKER_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
+QUIET: Mapping[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+
+
+def count_room(needed: Mapping[str, float]) -> int:
+    """Returns how many actors the cluster has room for, if each needs these resources."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(int(min(node.get(name, 0.0) // amount for name, amount in needed.items())) for node in nodes)
+
+
+def join_cluster(address: str) -> None:
+    """Connects this process to a cluster, whose actors get our code and run on one thread each."""
+    _set_environment()
+    code = [str(PACKAGES / package) for package in ("pipeline", "storage", "models")]
+    ray.init(address=address, runtime_env={"env_vars": VARIABLES, "py_modules": code}, **QUIET)
+
+
+def _set_environment() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # otherwise Ray stores one in the user's home
-    variables = WORKER_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+
+
+def _connect(config: PreprocessingConfig, temporary: str) -> None:
+    """Joins the configured cluster, or starts one on this machine for the lifetime of this process."""
     if config.ray_address is not None:
-        code = [str(PACKAGES / package) for package in ("pipeline", "storage", "models")]
-        ray.init(address=config.ray_address, runtime_env={"env_vars": variables, "py_modules": code}, **quiet)
+        join_cluster(config.ray_address)
         return
+    _set_environment()
     ray.init(
         address="local",
         num_cpus=config.most_workers,
         include_dashboard=False,
         object_store_memory=max(OBJECT_STORE_SHARE * config.memory, SMALLEST_STORE_BYTES),
-        runtime_env={"env_vars": variables | {"PYTHONPATH": str(PACKAGES)}},
+        runtime_env={"env_vars": VARIABLES | {"PYTHONPATH": str(PACKAGES)}},
         _temp_dir=temporary,
         _system_config={"worker_niceness": 0},  # at Ray's 15 a worker gets 3 % of a busy processor
-        **quiet,
+        **QUIET,
     )
 
 

@@ -42,9 +42,11 @@ class LoadedModel:
         folder: Has weights.safetensors, plan.json and model.json.
         mapped: Maps the tables' pages of the file, which processes share, in place of a copy. Nobody may change the
             file then. Deleting it is fine.
+        weights: Replaces the file of the weights, and is used as it is.
     """
 
-    def __init__(self, folder: Path, mapped: bool = False) -> None:
+    def __init__(self, folder: Path, mapped: bool = False, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        mapped = mapped or weights is not None
         record = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         self.columns: dict[str, str] = record["columns"]
         self.defaults: dict[str, Any] = record["defaults"]
@@ -55,7 +57,7 @@ class LoadedModel:
         self.model = DLRM(config, len(self.plan.dense), features, device="meta" if quantised or mapped else "cpu")
         if quantised:
             self.model.embeddings = QuantisedBags(tables_of(config, features))
-        weights = load_file(folder / WEIGHTS)
+        weights = load_file(folder / WEIGHTS) if weights is None else weights
         if mapped:  # the layers are small, and their kernels are faster with aligned numbers
             weights = {name: value if name.startswith(TABLES) else value.clone() for name, value in weights.items()}
         self.model.load_state_dict(weights, assign=mapped)

@@ -1,17 +1,11 @@
 """Evaluates a trained model on the evaluation rows, and compares it with the champion."""
 
-import math
-import multiprocessing
-import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import torch
 from pydantic import BaseModel
 
 from pipeline.data.joined.reader import joined_schema
@@ -26,33 +20,28 @@ from pipeline.evaluation.baselines import (
     loses,
     sample_step,
 )
-from pipeline.evaluation.config import EvaluationConfig
-from pipeline.evaluation.evaluate import EvalReport, Evaluation, OrderedMerge, ScoredRows
+from pipeline.evaluation.evaluate import EvalReport, Evaluation
 from pipeline.evaluation.gate import Verdict, compare, judge_first
 from pipeline.evaluation.importance import ImportanceEstimator
-from pipeline.evaluation.metrics import Floats
 from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.console import Progress, one_line, step
+from pipeline.jobs.evaluation.portions import Comparison, evaluate_portions, read_outcomes
 from pipeline.jobs.training.job import TrainingJob
 from pipeline.jobs.training.provenance import find_record
 from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
-from pipeline.preprocessing.dataset import DataSpec, hold_rows
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
-from pipeline.process import die_with_parent
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, lost_champion, move_alias
 from pipeline.registration.config import Weights
 from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.tracking import is_disk_error, is_unreachable
 from pipeline.registration.versions import download_packed
-from storage.reader import DAY, Fragment, SnapshotRef
+from storage.reader import DAY, SnapshotRef
 
 IMPORTANCE_BATCH_ROWS = 2_048
 """Rows that exchange the values of a feature."""
-PORTIONS = 64
-"""Most pieces of work that the evaluation rows are cut into, for any number of workers: float sums depend on which rows
-are added up together."""
 
 
 class EvaluationResult(BaseModel, frozen=True):
@@ -82,86 +71,6 @@ class Scored(NamedTuple):
     """Of the model."""
     error: str | None
     """Why the champion could not score. None: it could, or there is none."""
-
-
-class ChampionScorer:
-    """Scores rows with the champion, until it fails once.
-
-    Args:
-        folder: Its packed model; None: there is none.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-        self.model: LoadedModel | None = None
-        self.error: str | None = None
-
-    def score(self, rows: pa.Table) -> Floats | None:
-        """Returns the probabilities of raw rows. None: there is no champion, or it has failed."""
-        if self.folder is None or self.error is not None:
-            return None
-        try:
-            self.model = self.model or LoadedModel(self.folder)
-            return self.model.score(rows)
-        except Exception as error:  # a broken champion must not cost the new model
-            self.error = one_line(error)
-            return None
-
-
-class Comparison(BaseModel, frozen=True):
-    """All that a process needs to score some of the evaluation rows."""
-
-    spec: DataSpec
-    evaluation: EvaluationConfig
-    units: str
-    model: Path
-    exact: Path | None
-    """The model before its tables were rounded. None: they were not."""
-    champion: Path | None
-    groups: Path
-    """Folder for the predictions that GAUC groups."""
-
-    def empty(self, groups: Path | None = None) -> Evaluation:
-        """Returns the sums of no rows."""
-        return Evaluation(self.evaluation, self.units, groups)
-
-
-class PortionScorer:
-    """Scores portions of the evaluation rows in this process, with models that are loaded once."""
-
-    def __init__(self, comparison: Comparison) -> None:
-        self.comparison, self.worker = comparison, Worker(comparison.spec)
-        self.model, self.champion = LoadedModel(comparison.model), ChampionScorer(comparison.champion)
-        self.exact = None if comparison.exact is None else LoadedModel(comparison.exact)
-
-    def score(self, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
-        """Returns the number of rows, their sums, and why the champion failed if it did.
-
-        Rows are scored fragment by fragment: arithmetic may differ in its last bits between batches of different sizes.
-        """
-        evaluation, done = self.comparison.empty(self.comparison.groups), 0
-        for fragment in fragments:
-            rows = self.worker.read_selected(fragment)
-            labels, weights = read_outcomes(self.worker, rows, fragment)
-            extra = rows.select(list(self.comparison.spec.extra))
-            exact = None if self.exact is None else self.exact.score(rows)
-            champion = self.champion.score(rows)
-            evaluation.add(ScoredRows(labels, self.model.score(rows), extra, champion, exact, weights))
-            done += rows.num_rows
-        evaluation.close()
-        return done, evaluation, self.champion.error
-
-
-def read_outcomes(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:
-    """Returns labels and weights of rows, float64 [N] each."""
-    labels, weights = worker.labels(rows, f"{fragment.day}"), worker.weights(rows, f"{fragment.day}")
-    return labels.astype("float64"), None if weights is None else weights.astype("float64")
-
-
-def score_portion(comparison: Comparison, fragments: Sequence[Fragment]) -> tuple[int, Evaluation, str | None]:
-    """Scores some fragments in a process of its own."""
-    torch.set_num_threads(max((os.cpu_count() or 1) // comparison.evaluation.workers, 1))
-    return PortionScorer(comparison).score(fragments)
 
 
 def compare_with_champion(
@@ -226,7 +135,7 @@ def score_both(
             groups=groups,
         )
         fragments = Worker(spec, workspace.warehouse).fragments()
-        evaluation, failed = _evaluate_portions(comparison, fragments, rows, progress)
+        evaluation, failed = evaluate_portions(workspace, comparison, fragments, rows, progress)
         report = evaluation.report()
     finally:
         for made in (fetched, groups):
@@ -314,7 +223,7 @@ def evaluate_model(workspace: Workspace, spec: DataSpec, rows: int, model: Path,
         champion=None,
         groups=groups,
     )
-    evaluation, _ = _evaluate_portions(comparison, Worker(spec, warehouse).fragments(), rows, progress)
+    evaluation, _ = evaluate_portions(workspace, comparison, Worker(spec, warehouse).fragments(), rows, progress)
     return evaluation.report()
 
 
@@ -411,42 +320,6 @@ def download_scorer(
     known = workspace.columns(snapshot, columns).names
     absent = [name for name in columns if name not in known]
     return (None, [], f"the table has no column {', '.join(absent)}") if absent else (model, columns, None)
-
-
-def _evaluate_portions(
-    comparison: Comparison, fragments: Sequence[Fragment], total: int, progress: Progress
-) -> tuple[Evaluation, str | None]:
-    """The sums over all fragments, and why the champion failed if it did."""
-    size = math.ceil(len(fragments) / PORTIONS) or 1
-    portions = [fragments[start : start + size] for start in range(0, len(fragments), size)]
-    merged, seen, failed = OrderedMerge(comparison.empty(comparison.groups)), 0, None
-    for number, (done, evaluation, error) in _score_portions(comparison, portions):
-        merged.add(number, evaluation)
-        seen, failed = seen + done, failed or error
-        progress("evaluate", seen, total)
-    hold_rows(seen, comparison.spec.rows, "the evaluation")
-    return merged.whole, failed
-
-
-def _score_portions(
-    comparison: Comparison, portions: Sequence[Sequence[Fragment]]
-) -> Iterator[tuple[int, tuple[int, Evaluation, str | None]]]:
-    """Yields the number of each portion and what `PortionScorer.score` returns for it, in the order they finish."""
-    workers = comparison.evaluation.workers
-    if workers == 1:
-        scorer = PortionScorer(comparison)
-        yield from ((number, scorer.score(fragments)) for number, fragments in enumerate(portions))
-        return
-    with ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),)
-    ) as pool:  # fmt: skip
-        try:
-            numbers = {pool.submit(score_portion, comparison, part): number for number, part in enumerate(portions)}
-            for future in as_completed(list(numbers)):
-                yield numbers.pop(future), future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def hold_if_overtaken(verdict: Verdict, present: int | None) -> Verdict:

@@ -79,6 +79,24 @@ CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address of the cluster that this machine is part of."""
 
 
+def find_cluster(ray_address: str) -> tuple[str, int]:
+    """Returns host and port of a Ray cluster.
+
+    Raises:
+        ValueError: If the address does not tell them.
+
+    Example:
+        >>> find_cluster("10.0.0.1:6379")
+        ('10.0.0.1', 6379)
+    """
+    if ray_address == "auto":
+        ray_address = os.environ.get("RAY_ADDRESS", "")
+        with suppress(OSError):
+            ray_address = ray_address or CLUSTER_FILE.read_text(encoding="ascii").strip()
+    host, _, port = ray_address.rpartition("/")[2].rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 def find_own_host(ray_address: str | None) -> str:
     """Returns the address of this machine from which it reaches a Ray cluster. Without a cluster: 127.0.0.1.
 
@@ -86,16 +104,9 @@ def find_own_host(ray_address: str | None) -> str:
         >>> find_own_host(None), find_own_host("127.0.0.1:6379")
         ('127.0.0.1', '127.0.0.1')
     """
-    if ray_address == "auto":
-        ray_address = os.environ.get("RAY_ADDRESS")
-        with suppress(OSError):
-            ray_address = ray_address or CLUSTER_FILE.read_text(encoding="ascii").strip()
-    if ray_address in (None, "auto", "local"):
-        return "127.0.0.1"
-    assert ray_address is not None
-    host, _, port = ray_address.rpartition("/")[2].rpartition(":")
     with suppress(OSError, ValueError):
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        host, port = find_cluster(ray_address or "")
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(found[0], socket.SOCK_DGRAM) as probe:  # sends nothing
             probe.connect(found[4])
             return str(probe.getsockname()[0])

@@ -1,0 +1,184 @@
+"""Scores the evaluation rows in portions, in this process, in several, or on the nodes of a Ray cluster."""
+
+import math
+import multiprocessing
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pydantic import BaseModel
+
+from pipeline.evaluation.config import EvaluationConfig
+from pipeline.evaluation.evaluate import Evaluation, OrderedMerge, ScoredRows
+from pipeline.evaluation.metrics import Floats
+from pipeline.jobs.console import Progress, one_line
+from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.dataset import DataSpec, hold_rows
+from pipeline.preprocessing.worker import Worker
+from pipeline.process import die_with_parent
+from pipeline.registration.scorer import BATCH_ROWS, LoadedModel
+from storage.reader import Fragment
+
+PORTIONS = 64
+"""Most pieces of work that the evaluation rows are cut into, for any number of workers: float sums depend on which rows
+are added up together."""
+LEAST_CLUSTER_ROWS = 500_000
+"""Fewer rows are scored on this machine: it would be done before the processes on a cluster have started."""
+
+PortionSums = tuple[int, Evaluation, str | None]
+"""The number of rows, their sums, and why the champion failed if it did."""
+
+
+class Comparison(BaseModel, frozen=True):
+    """All that a process needs to score some of the evaluation rows."""
+
+    spec: DataSpec
+    evaluation: EvaluationConfig
+    units: str
+    model: Path
+    exact: Path | None
+    """The model before its tables were rounded. None: they were not."""
+    champion: Path | None
+    groups: Path
+    """Folder for the predictions that GAUC groups."""
+
+    def empty(self, groups: Path) -> Evaluation:
+        """Returns the sums of no rows."""
+        return Evaluation(self.evaluation, self.units, groups)
+
+
+class RowScorer:
+    """Scores raw rows, whose batches share the threads of PyTorch.
+
+    Each batch has one thread: the last bits of a matrix product depend on the number of its threads.
+    """
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.threads = ThreadPoolExecutor(torch.get_num_threads(), "score", torch.set_num_threads, (1,))
+
+    def score(self, rows: pa.Table) -> Floats:
+        """Returns the probabilities, float64 [N]."""
+        batches = [rows.slice(start, BATCH_ROWS) for start in range(0, rows.num_rows, BATCH_ROWS)]
+        return np.concatenate([np.empty(0), *self.threads.map(self.model.score, batches)])
+
+
+class ChampionScorer:
+    """Scores rows with the champion, until it fails once.
+
+    Args:
+        folder: Its packed model; None: there is none.
+        load: Loads a packed model.
+    """
+
+    def __init__(self, folder: Path | None, load: Callable[[Path], LoadedModel]) -> None:
+        self.folder, self.load = folder, load
+        self.model: RowScorer | None = None
+        self.error: str | None = None
+
+    def score(self, rows: pa.Table) -> Floats | None:
+        """Returns the probabilities of raw rows. None: there is no champion, or it has failed."""
+        if self.folder is None or self.error is not None:
+            return None
+        try:
+            self.model = self.model or RowScorer(self.load(self.folder))
+            return self.model.score(rows)
+        except Exception as error:  # a broken champion must not cost the new model
+            self.error = one_line(error)
+            return None
+
+
+class PortionScorer:
+    """Scores portions of the evaluation rows in this process, with models that are loaded once.
+
+    Args:
+        load: Loads a packed model.
+    """
+
+    def __init__(self, comparison: Comparison, load: Callable[[Path], LoadedModel] = LoadedModel) -> None:
+        self.comparison, self.worker = comparison, Worker(comparison.spec)
+        self.model, self.champion = RowScorer(load(comparison.model)), ChampionScorer(comparison.champion, load)
+        self.exact = None if comparison.exact is None else RowScorer(load(comparison.exact))
+
+    def score(self, fragments: Sequence[Fragment], groups: Path) -> PortionSums:
+        """Returns the sums of the rows of some fragments.
+
+        Rows are scored fragment by fragment: arithmetic may differ in its last bits between batches of different sizes.
+
+        Args:
+            groups: Folder for the predictions that GAUC groups.
+        """
+        evaluation, done = self.comparison.empty(groups), 0
+        for fragment in fragments:
+            rows = self.worker.read_selected(fragment)
+            labels, weights = read_outcomes(self.worker, rows, fragment)
+            extra = rows.select(list(self.comparison.spec.extra))
+            exact = None if self.exact is None else self.exact.score(rows)
+            champion = self.champion.score(rows)
+            evaluation.add(ScoredRows(labels, self.model.score(rows), extra, champion, exact, weights))
+            done += rows.num_rows
+        evaluation.close()
+        return done, evaluation, self.champion.error
+
+
+def read_outcomes(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:
+    """Returns labels and weights of rows, float64 [N] each."""
+    labels, weights = worker.labels(rows, f"{fragment.day}"), worker.weights(rows, f"{fragment.day}")
+    return labels.astype("float64"), None if weights is None else weights.astype("float64")
+
+
+def evaluate_portions(
+    workspace: Workspace, comparison: Comparison, fragments: Sequence[Fragment], total: int, progress: Progress
+) -> tuple[Evaluation, str | None]:
+    """Scores all fragments, on the Ray cluster of the config if they are many. Returns their sums, and why the champion
+    failed if it did.
+
+    Args:
+        total: Number of rows.
+    """
+    size = math.ceil(len(fragments) / PORTIONS) or 1
+    portions = [fragments[start : start + size] for start in range(0, len(fragments), size)]
+    if workspace.config.uses_cluster and total >= LEAST_CLUSTER_ROWS:
+        from pipeline.jobs.evaluation.ray_portions import score_on_cluster  # Ray is an extra
+
+        scored = score_on_cluster(workspace, comparison, portions)
+    else:
+        scored = _score_here(comparison, portions)
+    merged, seen, failed = OrderedMerge(comparison.empty(comparison.groups)), 0, None
+    with closing(scored):
+        for number, (done, evaluation, error) in scored:
+            merged.add(number, evaluation)
+            seen, failed = seen + done, failed or error
+            progress("evaluate", seen, total)
+    hold_rows(seen, comparison.spec.rows, "the evaluation")
+    return merged.whole, failed
+
+
+def _score_here(comparison: Comparison, portions: Sequence[Sequence[Fragment]]) -> Generator[tuple[int, PortionSums]]:
+    """Yields the number of each portion and its sums, in the order they finish."""
+    workers = comparison.evaluation.workers
+    if workers == 1:
+        scorer = PortionScorer(comparison)
+        yield from ((number, scorer.score(part, comparison.groups)) for number, part in enumerate(portions))
+        return
+    with ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),)
+    ) as pool:  # fmt: skip
+        try:
+            numbers = {pool.submit(score_portion, comparison, part): number for number, part in enumerate(portions)}
+            for future in as_completed(list(numbers)):
+                yield numbers.pop(future), future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def score_portion(comparison: Comparison, fragments: Sequence[Fragment]) -> PortionSums:
+    """Scores some fragments in a process of its own."""
+    torch.set_num_threads(max((os.cpu_count() or 1) // comparison.evaluation.workers, 1))
+    return PortionScorer(comparison).score(fragments, comparison.groups)
