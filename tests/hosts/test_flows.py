@@ -13,12 +13,20 @@ from tests.hosts.rig import ROOT
 pytestmark = pytest.mark.slow
 
 
-def test_the_smoke_run_trains_on_two_hosts_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_smoke_run_trains_and_evaluates_on_two_hosts_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    """So few rows are evaluated on the head, and then again by nodes: the head has no processor for work."""
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     (command,) = [block for block in text.split("```")[1::2] if "training.launcher=ray" in block]
     assert cluster.address in command
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = cluster.environment | {"DLRM_HOME": str(tmp_path / "home"), "PATH": binaries}
-    output = cluster.head.run(["sh", "-ec", command.removeprefix("sh\n")], own, timeout=400)
+    command = command.removeprefix("sh\n").rstrip()
+    output = cluster.head.run(["sh", "-ec", command], own, timeout=400)
     result = json.loads(output.strip().splitlines()[-1])
     assert (result["status"], result["train"]["world_size"], result["train"]["rows"]) == ("ok", 2, 10_000)
+    assert "nodes of the Ray cluster" not in output
+
+    later = f"{command} evaluation.level=0.04".replace("flows.end_to_end", "tests.hosts.evaluated")
+    output = cluster.head.run(["sh", "-ec", later], own, timeout=400)
+    assert "nodes of the Ray cluster that evaluated: " in output
+    assert json.loads(output.strip().splitlines()[-1])["eval"] == result["eval"]

@@ -27,11 +27,10 @@ from storage.reader import Fragment
 PORTIONS = 64
 """Most pieces of work that the evaluation rows are cut into, for any number of workers: float sums depend on which rows
 are added up together."""
-LEAST_CLUSTER_ROWS = 500_000
-"""Fewer rows are scored on this machine: it would be done before the processes on a cluster have started."""
-
+LEAST_CLUSTER_VALUES = 8_000_000
+"""Fewer values, rows times columns, are scored on this machine: it is done before processes on a cluster have begun."""
 PortionSums = tuple[int, Evaluation, str | None]
-"""The number of rows, their sums, and why the champion failed if it did."""
+"""Number of rows, their sums, and why the champion failed if it did."""
 
 
 class Comparison(BaseModel, frozen=True):
@@ -143,7 +142,8 @@ def evaluate_portions(
     """
     size = math.ceil(len(fragments) / PORTIONS) or 1
     portions = [fragments[start : start + size] for start in range(0, len(fragments), size)]
-    if workspace.config.uses_cluster and total >= LEAST_CLUSTER_ROWS:
+    values = total * len(comparison.spec.plan.columns)
+    if workspace.config.uses_cluster and values >= LEAST_CLUSTER_VALUES:
         from pipeline.jobs.evaluation.ray_portions import score_on_cluster  # Ray is an extra
 
         scored = score_on_cluster(workspace, comparison, portions)

@@ -69,7 +69,7 @@ def cluster() -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    patch.setattr(portions, "LEAST_CLUSTER_ROWS", 1)
+    patch.setattr(portions, "LEAST_CLUSTER_VALUES", 1)
     store = {"object_store_memory": 128 << 20}
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **store})
     for name in ("one", "two"):

@@ -1,0 +1,9 @@
+"""Runs `flows.end_to_end`, which evaluates on the nodes of the cluster however few the rows are."""
+
+import runpy
+
+from pipeline.jobs.evaluation import portions
+
+if __name__ == "__main__":
+    portions.LEAST_CLUSTER_VALUES = 1
+    runpy.run_module("flows.end_to_end", run_name="__main__", alter_sys=True)
