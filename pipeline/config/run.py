@@ -1,6 +1,7 @@
 """RunConfig: the configs of all stages in one object, loaded from YAML."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -237,12 +238,15 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     @model_validator(mode="after")
     def _logs_tell_no_label(self) -> Self:
-        outcomes = self.source.outcomes
-        for log in (*self.features.histories, *self.features.windows):
-            if outcomes is not None and log.path == outcomes.path and not log.delay_seconds:
+        outcomes = None if self.source.outcomes is None else self.source.outcomes.path
+        for log in self.features.sources:
+            if log.as_of is None or log.delay_seconds:
+                continue
+            reads_label = log.table == self.name and any(fnmatchcase(self.features.label, one) for one in log.columns)
+            if reads_label or log.is_of(outcomes):
                 raise ConfigError(
-                    f"delay_seconds of {log.place}", "1 or more, because labels are made of this log", "0",
-                    "Set it to the seconds after which an outcome is known when a row is served.",
+                    f"delay_seconds of {log.place}", "1 or more, because it has the labels", "0",
+                    "Set it to the seconds after which a label is known when a row is served.",
                 )  # fmt: skip
         return self
 

@@ -77,6 +77,10 @@ def requested_sharding_type(sharding: Sharding, table: str) -> str:
     return next(matching, "auto")
 
 
+LEAST_HANG_SECONDS = 180
+"""Least `hang_seconds` of a training whose ranks may become fewer."""
+
+
 class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Training. Sizes are rows of the global batch, spans are steps (updates) or epochs."""
 
@@ -345,6 +349,10 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             "lanes": (self.lanes is not None, "a number: the weights then do not depend on the ranks"),
             "world_size": (self.world_size >= least, "at least as many"),
             "hosts": (self.hosts == 1, "1, since hosts that remain may not have as many ranks each"),
+            "hang_seconds": (
+                self.hang_seconds is None or self.hang_seconds >= LEAST_HANG_SECONDS,
+                f"{LEAST_HANG_SECONDS} or more, since the search for room takes minutes",
+            ),
         }
         for key, (fits, expected) in rules.items():
             if not fits:
@@ -352,6 +360,13 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                     f"training.{key} with least_ranks={least}", expected, f"{getattr(self, key)}",
                     "Change it, or leave out least_ranks.",
                 )  # fmt: skip
+
+        if self.world_size > least and len(self.rank_numbers) == 1:
+            fitting = [n for n in range(1, self.world_size) if (self.lanes or 1) % n == 0]
+            raise ConfigError(
+                "training.least_ranks", f"{fitting[-1]} or less, the next divisor of lanes={self.lanes}", f"{least}",
+                "Lower it, or leave it out.",
+            )  # fmt: skip
 
     @property
     def rank_numbers(self) -> tuple[int, ...]:
@@ -388,7 +403,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     @property
     def on_one_host(self) -> "TrainConfig":
         """The config for ranks that are processes of this machine, whatever the launcher."""
-        return self.model_copy(update={"hosts": 1})
+        return self.model_copy(update={"hosts": 1, "least_ranks": None})
 
     @property
     def averages(self) -> bool:

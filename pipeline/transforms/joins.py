@@ -1,14 +1,18 @@
 """Sources of columns that are joined to the rows: values, histories and windows of a key, as of a row's time."""
 
 import fnmatch
+import os.path
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
 from pipeline.data.columns import Names
 from pipeline.data.filters import check_filter
 from pipeline.errors import ConfigError
+
+MOST_SECONDS = 100 * 365 * 86_400
+"""Longest delay and window."""
 
 
 class _Source(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -28,7 +32,7 @@ class _Source(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=T
     """Names or patterns of the columns to add."""
     prefix: str = ""
     """Prefix of the names of the added columns."""
-    delay_seconds: NonNegativeInt = 0
+    delay_seconds: int = Field(default=0, ge=0, le=MOST_SECONDS)
     """Time that values take to arrive. A row reads the source as it was so long before the row's time. Needs
     `as_of`."""
 
@@ -47,6 +51,11 @@ class _Source(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=T
     def place(self) -> str:
         """The source as an error names it."""
         return f"{self.section} '{self.name}'"
+
+    def is_of(self, paths: str | tuple[str, ...] | None) -> bool:
+        """Whether the source is some of these files, as far as their spelling tells."""
+        own, others = ((one,) if isinstance(one, str) else one or () for one in (self.path, paths))
+        return not {*map(os.path.normpath, own)}.isdisjoint(map(os.path.normpath, others))
 
     def added_names(self) -> list[str]:
         """Returns names or patterns of the columns that are added."""
@@ -77,7 +86,8 @@ class FeatureJoin(_Source):
     """Column of the source (timestamp or date) with the time since when a row's values hold. Each row then reads the
     newest values of its key that held at its time, and never later ones. Needs `as_of`."""
     as_of: str | None = None
-    """Column of the rows (timestamp or date) with their time. Needs `valid_from`."""
+    """Column of the rows (timestamp or date) with their time. A date of the rows is the beginning of its day, a date of
+    the source the end of its day. Needs `valid_from`."""
     stored: bool = False
     """Whether `flows.enrich` has backfilled the columns. They are then read from the table and not joined."""
 
@@ -115,7 +125,7 @@ class _EventLog(_Source):
     """Column of the log (timestamp or date) with the time of an event."""
     as_of: str
     """Column of the rows (timestamp or date) with their time. A row reads only events before it, less
-    `delay_seconds`."""
+    `delay_seconds`. A date of the rows is the beginning of its day, a date of the log the end of its day."""
     where: str | None = None
     """Filter of the events, such as `action = 'finish'`. Only those that it keeps are seen."""
 
@@ -139,7 +149,7 @@ class History(_EventLog):
 
     section: ClassVar[str] = "features.histories"
 
-    last: PositiveInt = 100
+    last: int = Field(default=100, ge=1, le=1_000_000)
     """Most events of a row: the newest ones."""
 
 
@@ -151,9 +161,9 @@ class EventWindow(_EventLog):
 
     section: ClassVar[str] = "features.windows"
 
-    columns: Names = ()
+    columns: Names | tuple[()] = ()
     """Names or patterns of the columns to sum or average: numbers. Missing ones are left out."""
-    seconds: tuple[PositiveInt, ...] = Field(min_length=1)
+    seconds: tuple[Annotated[int, Field(ge=1, le=MOST_SECONDS)], ...] = Field(min_length=1)
     """Lengths of the windows, such as `[3600, 604800]`. Each ends `delay_seconds` before the row's time. An event at
     its start counts, one at its end does not."""
     take: tuple[Literal["count", "sum", "mean"], ...] = ("count",)

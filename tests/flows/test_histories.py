@@ -140,7 +140,7 @@ def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, comm
 
 
 def test_a_log_of_the_labels_needs_a_delay(logs):
-    """An outcome at the time of a row could be its own label."""
+    """Labels are not known at once. The log may be named in several ways, or be the table of samples."""
     outcomes = {"path": str(logs / "log" / "*.parquet"), "outcome_time": "time"}
     given = CONFIG | {"source": CONFIG["source"] | {"outcomes": outcomes}}
     history = HISTORY | {"path": outcomes["path"]}
@@ -148,3 +148,15 @@ def test_a_log_of_the_labels_needs_a_delay(logs):
     with pytest.raises(ConfigError, match=r"delay_seconds of features\.histories .*: expected 1 or more"):
         load(given)
     load(given, {"features.histories.0.delay_seconds": 3_600})
+    versions = {
+        "path": [outcomes["path"].replace("/log/", "/log/./")],
+        "on": "user",
+        "valid_from": "time",
+        "as_of": "at",
+    }
+    own = {key: value for key, value in HISTORY.items() if key != "columns"} | {"table": "histories", "columns": "lab*"}
+    for features in ({"joined": [versions]}, {"histories": [own]}):
+        with pytest.raises(ConfigError, match=r"expected 1 or more, because it has the labels"):
+            load(given | {"features": CONFIG["features"] | features})
+    without = {"generator": {}, "outcomes": {}, "day_column": "event_time"}
+    load(given | {"source": without, "features": CONFIG["features"] | {"histories": [own | {"columns": "num"}]}})

@@ -116,7 +116,7 @@ class TimedIndex:
             row = order[twice[0]]
             key, time = ", ".join(f"{one[row].as_py()}" for one in keys), times.cast(pa.timestamp("us"))[row].as_py()
             raise DataError(
-                where, "each key once at each time", f"key {key} more than once at {time}", "Remove duplicates."
+                where, "each key once in each microsecond", f"key {key} more than once at {time}", "Remove duplicates."
             )
 
     @property

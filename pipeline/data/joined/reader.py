@@ -3,6 +3,7 @@
 import datetime
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -20,6 +21,10 @@ from storage.warehouse import Warehouse
 
 CACHE_BYTES = 256 << 20
 """Size of the days of a feature source that a process caches. The newest day is cached at any size."""
+
+
+_SHARED: WeakValueDictionary[str, TimedIndex] = WeakValueDictionary()
+"""What is read -> its index. Readers of one process share it: of each part of the rows, and of several histories."""
 
 
 class SourceColumns:
@@ -86,8 +91,19 @@ class SourceColumns:
                 found.append(pa.array(total / np.maximum(numbers, 1), mask=numbers == 0))
         return found
 
+    def _content(self) -> str:
+        """Returns what decides the content of an index by time."""
+        pinned, source = self.source.pinned, self.source.source
+        where = None if isinstance(source, FeatureJoin) else source.where
+        columns = [self.source.added[name] for name in self.loaded]
+        read = (source.on, source.time, where, columns, type(source).__name__, f"{self.source.warehouse.home}")
+        return f"{(pinned.files, pinned.stamps, pinned.snapshot, *read)}"
+
     def load_day(self, day: datetime.date | None) -> "KeyIndex | TimedIndex":
         """Returns the rows of a day, from the cache if possible."""
+        shared = self._content()
+        if self.as_of is not None and day not in self.cache and (found := _SHARED.get(shared)) is not None:
+            self.cache[day] = found
         if day not in self.cache:
             source, names = self.source, self.loaded
             parts = list(source.rows(day, names))
@@ -102,7 +118,7 @@ class SourceColumns:
                 times = _concatenate([part.times for part in parts if part.times is not None], pa.int64())
                 values = [to_numbers(value) for value in values] if isinstance(source.source, EventWindow) else values
                 unique = isinstance(source.source, FeatureJoin)
-                self.cache[day] = TimedIndex(keys, times, values, where, unique)
+                self.cache[day] = _SHARED[shared] = TimedIndex(keys, times, values, where, unique)
             while len(self.cache) > 1 and sum(index.nbytes for index in self.cache.values()) > CACHE_BYTES:
                 self.cache.pop(next(iter(self.cache)))
         return self.cache[day]

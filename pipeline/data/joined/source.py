@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
@@ -24,6 +25,8 @@ from storage.objects import find_objects, is_address, open_file
 from storage.reader import DAY, SnapshotRef, compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse
 
+PLACE = "__place"
+"""Column with the place of a row in its batch."""
 CSV_BLOCK_BYTES = 8 << 20
 """Bytes of a CSV file parsed at a time. The first block decides the column types."""
 
@@ -114,6 +117,12 @@ class FeatureSource:
         self.raw = self._raw_schema()
         own = [name for name in self.raw.names if not pa.types.is_null(self.raw.field(name).type)]
         named = [self.source.day_column, self.source.time]
+        for name in [*self.source.on, *(one for one in named if one is not None), *self.source.columns]:
+            if name in self.raw.names and name not in own:
+                raise DataError(
+                    f"{pinned.where}, column '{name}'", "a value in some row, which tells its type", "none",
+                    "Write it with a type, such as Parquet's.",
+                )  # fmt: skip
         for name in [*self.source.on, *(one for one in named if one is not None)]:
             if name not in own:
                 raise unknown_column(f"{pinned.where}, column", name, own)
@@ -138,11 +147,20 @@ class FeatureSource:
         time = [] if self.source.time is None else [self.source.time]
         columns = list(dict.fromkeys([*self.source.on, *time, *(self.added[name] for name in names)]))
         for batch in self._batches(list(dict.fromkeys([*columns, *self.compared])), day):
-            kept, where = keep_rows(batch, self.keep, columns), self.pinned.where
+            kept, where = self._filtered(batch).select(columns), self.pinned.where
             keys = [to_key_form(f"{where}, key '{name}'", kept.column(name)) for name in self.source.on]
             values = [to_stored_form(kept.column(self.added[name]), self.kinds[name]) for name in names]
-            times = to_micros(f"{where}, time '{time[0]}'", kept.column(time[0])) if time else None
+            times = to_micros(f"{where}, time '{time[0]}'", kept.column(time[0]), late=True) if time else None
             yield SourceRows(keys, times, values)
+
+    def _filtered(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Returns the events that the filter keeps. It compares values as the warehouse stores them."""
+        if self.keep is None:
+            return batch
+        kinds = {name: stored_type(f"{self.pinned.where}, where", batch.column(name).type) for name in self.compared}
+        compared = [to_stored_form(batch.column(name), kind) for name, kind in kinds.items()]
+        numbered = pa.RecordBatch.from_arrays([*compared, pa.array(np.arange(len(batch)))], [*kinds, PLACE])
+        return batch.take(keep_rows(numbered, self.keep, [PLACE]).column(PLACE))
 
     def _added_schema(self) -> pa.Schema:
         """Returns the columns that are added. Refuses those of a log that cannot make them."""
@@ -151,7 +169,7 @@ class FeatureSource:
         for name, kind in self.kinds.items():
             number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
             if is_list(kind) or (isinstance(self.source, EventWindow) and not number):
-                expected = "a number" if isinstance(self.source, EventWindow) else "a number, id, text or time"
+                expected = "a number" if isinstance(self.source, EventWindow) else "a number, id or text"
                 where = f"{self.pinned.where}, column '{name}'"
                 raise ConfigError(where, f"{expected} of each event", f"{kind}", "Leave it out of `columns`.")
         if isinstance(self.source, History):
@@ -167,7 +185,8 @@ class FeatureSource:
         for name in (names := compared_columns(parse_filter(text))):
             if name not in self.raw.names:
                 raise unknown_column(f"{self.pinned.where}, where, column", name, self.raw.names)
-        schema = to_filter_schema(self.raw.field(name) for name in dict.fromkeys(names))
+        kinds = {name: stored_type(f"{self.pinned.where}, where", self.raw.field(name).type) for name in names}
+        schema = to_filter_schema(map(pa.field, *zip(*kinds.items(), strict=True)))
         check_filter(text, schema)
         keep, compared = make_mask(parse_filter(text), schema)
         return compared, keep
@@ -315,9 +334,10 @@ def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema
             to_micros(f"{side.pinned.where}, as_of '{side.source.as_of}'", pa.array([], kind))
         repeated = [name for name in side.schema.names if name in table.names or name in found]
         if repeated:
+            joined = isinstance(side.source, FeatureJoin)
             raise ConfigError(
-                side.pinned.where, "columns that the table does not have", f"existing columns {', '.join(repeated)}",
-                "Set `stored: true` if flows.enrich wrote them, otherwise set `prefix`.",
+                side.pinned.where, "columns that the rows do not have", f"existing columns {', '.join(repeated)}",
+                f"{'Set `stored: true` if flows.enrich wrote them, otherwise set' if joined else 'Set'} `prefix`.",
             )  # fmt: skip
         found |= {name: side.schema.field(name).type for name in side.schema.names}
     return pa.schema(list(found.items()))

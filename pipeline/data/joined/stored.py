@@ -8,6 +8,7 @@ from storage.arrow import is_list, is_text
 
 MICROS = 1_000_000
 """Microseconds of a second."""
+DAY_MICROS = 86_400 * MICROS
 ZONED = r"^.{10}.*([Zz]|[+-]\d{2}(:?\d{2})?)$"
 """A text with more than its day that ends in a time zone."""
 SMALL = {pa.int8(): pa.int32(), pa.int16(): pa.int32(), pa.uint8(): pa.int32(), pa.uint16(): pa.int32()}
@@ -81,20 +82,33 @@ def to_numbers(array: pa.Array) -> pa.Array:
     return pc.fill_null(plain.cast(pa.float64(), safe=False), float("nan"))
 
 
-def to_micros(where: str, array: pa.Array) -> pa.Array:
+def to_micros(where: str, array: pa.Array, late: bool = False) -> pa.Array:
     """Returns each timestamp or date as int64 microseconds since 1970 in UTC. A part of a microsecond counts as one.
 
+    Args:
+        late: Takes a date for the last microsecond of its day, in place of the first.
     Raises:
         ConfigError: If the column holds neither.
+        DataError: If a time is farther from 1970 than 64 bits of microseconds.
     Example:
         >>> to_micros("time", pa.array([1_500, 2_000], pa.timestamp("ns"))).to_pylist()
         [2, 2]
     """
     kind = array.type
-    if pa.types.is_date(kind):
-        return array.cast(pa.date32()).cast(pa.timestamp("us")).cast(pa.int64())
-    if not pa.types.is_timestamp(kind):
+    if not (pa.types.is_date(kind) or pa.types.is_timestamp(kind)):
         raise ConfigError(where, "timestamps or dates", f"{kind}", "Convert it, or name another column.")
+    try:
+        return _micros(array, late)
+    except pa.ArrowInvalid as error:
+        reason = f"{error}".split("\n")[0].rstrip(".")
+        raise DataError(where, "times within 290,000 years of 1970", reason, "Repair the values.") from error
+
+
+def _micros(array: pa.Array, late: bool) -> pa.Array:
+    kind = array.type
+    if pa.types.is_date(kind):
+        first = array.cast(pa.date32()).cast(pa.timestamp("us")).cast(pa.int64())
+        return pc.add_checked(first, DAY_MICROS - 1) if late else first
     if kind.unit == "ns":
         whole = pc.divide(array.cast(pa.int64()), 1_000)  # towards 0
         up = pc.greater(pc.subtract(array.cast(pa.int64()), pc.multiply(whole, 1_000)), 0)

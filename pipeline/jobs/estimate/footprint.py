@@ -187,7 +187,9 @@ def set_world_size(training: TrainConfig, world_size: int) -> TrainConfig:
         ConfigError: If the other settings do not allow it.
     """
     try:
-        return TrainConfig.model_validate(training.model_dump() | {"world_size": world_size, "hosts": 1})
+        return TrainConfig.model_validate(
+            training.model_dump() | {"world_size": world_size, "hosts": 1, "least_ranks": None}
+        )
     except ValidationError as error:
         raise ConfigError("training.world_size", error.errors()[0]["msg"], f"{world_size}", "Change it.") from None
 

@@ -19,6 +19,7 @@ from pipeline.jobs.tables.lineage import load_usage
 from pipeline.jobs.training.job import list_roles
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.transforms.joins import FeatureJoin
 from storage.keys import map_names
 from storage.layout.columns import Footers
 from storage.reader import DAY, SnapshotRef
@@ -87,7 +88,11 @@ def _list_other_columns(workspace: Workspace) -> set[str]:
     single += [source.outcomes.on, source.outcomes.feature_time] if source.outcomes is not None else []
     several = [config.scoring.keep, config.ingest.order_by, *(side.on for side in joined)]
     several += [sampling.inputs] if sampling is not None else []
-    words = re.findall(r"[A-Za-z_]\w*", config.filter or "")  # may include more than columns
+    own = [side for side in joined if side.table == config.name]
+    single += [side.time for side in own]
+    several += [side.columns for side in own]
+    filters = [config.filter, *(side.where for side in own if not isinstance(side, FeatureJoin))]
+    words = re.findall(r"[A-Za-z_]\w*", " ".join(one or "" for one in filters))  # may include more than columns
     named = {name for name in single if name is not None} | {name for names in (*several, words) for name in names}
     return named | {name for name, _ in list_roles(workspace)}
 

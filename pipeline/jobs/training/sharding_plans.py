@@ -78,7 +78,7 @@ def compare_plans(
         update={
             "max_steps": steps, "epochs": math.ceil(steps * batch / rows) + 1, "log_every_steps": 1, "patience": None,
             "checkpoint_every_steps": None, "average_from_step": None, "average_from": None,
-            "launcher": "processes", "hosts": 1,
+            "launcher": "processes", "hosts": 1, "least_ranks": None,
         }
     )  # fmt: skip
     window = min(config.preprocessing.shuffle_window_rows, steps * batch)

@@ -231,7 +231,7 @@ def test_what_is_refused(warehouse, tmp_path):
         "got none from 2026-01-01 to the last. Change start and end."
     )
     pq.write_table(pa.table({"user": [1], "num": [1.0]}), tmp_path / "own.parquet")
-    assert "expected columns that the table does not have, got existing columns num" in refused(warehouse, FeatureJoin(path="own.parquet", on="user"))  # fmt: skip
+    assert "expected columns that the rows do not have, got existing columns num" in refused(warehouse, FeatureJoin(path="own.parquet", on="user"))  # fmt: skip
     pq.write_table(pa.table({"user": [1, 1], "x": [1.0, 2.0]}), tmp_path / "twice.parquet")
     said = refused(warehouse, FeatureJoin(path="twice.parquet", on="user"))
     assert said.startswith(f"{DataError.__name__}: features.joined 'twice.parquet': expected each key once, got key 1")

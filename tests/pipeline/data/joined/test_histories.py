@@ -8,13 +8,14 @@ import duckdb
 import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 
 from pipeline.data.joined.index import TimedIndex
 from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
-from pipeline.data.joined.source import pin_sources
+from pipeline.data.joined.source import PinnedSource, pin_sources
 from pipeline.data.joined.stored import to_micros
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
@@ -237,6 +238,65 @@ def test_no_event_at_or_after_the_border_changes_a_row(early, late, other, at, d
     assert history(late) == history(other) == expected
 
 
+def test_a_day_in_a_log_has_happened_at_its_end(tmp_path, warehouse):
+    """A date says that something happened on a day, not when. So no row of that day knows it."""
+    day = START.date()
+    rows = pa.table({"day": [day, day + datetime.timedelta(days=1)], "user": [1, 1]})
+    rows = rows.append_column("at", rows.column("day").cast(pa.timestamp("us")))
+    noon = rows.set_column(2, "at", pc.add(rows.column("at"), pa.scalar(43_200_000_000, pa.duration("us"))))
+    pq.write_table(pa.table({"user": [1], "on": [day], "item": [7]}), tmp_path / "log.parquet")
+    last = History(path="log.parquet", on="user", time="on", as_of="at", columns="item", prefix="seen_")
+    value = FeatureJoin(path="log.parquet", on="user", valid_from="on", as_of="at", columns="item")
+    joined = pin_sources([last, value], tmp_path, warehouse)
+    for name, samples in (("t", rows), ("t", noon), ("dated", rows.set_column(2, "at", rows.column("day")))):
+        found = read(open_reader(warehouse, stored(warehouse, samples, name), ["item", "seen_item"], None, joined))
+        assert found.to_pydict() == {"item": [None, 7], "seen_item": [[], [7]]}
+
+
+def test_filters_compare_values_as_the_warehouse_stores_them(tmp_path, warehouse):
+    """Nanoseconds, zones, small floats and large integers of other writers, and the time itself."""
+    moment = START.replace(tzinfo=None)
+    log = pa.table(
+        {
+            "user": [1, 1, 1],
+            "time": pa.array([moment + datetime.timedelta(hours=i) for i in range(3)], pa.timestamp("ns")),
+            "zoned": pa.array([START + datetime.timedelta(hours=i) for i in range(3)], pa.timestamp("s", "Asia/Tokyo")),
+            "share": pa.array([0.25, 0.5, 0.75], pa.float16()),
+            "item": pa.array([5, 6, 2**63 + 7], pa.uint64()),
+        }
+    )
+    pq.write_table(log, tmp_path / "log.parquet")
+    rows = pa.table({"day": [START.date()], "user": [1], "at": [moment + datetime.timedelta(hours=9)]})
+    snapshot = stored(warehouse, rows)
+    kept = {
+        "share >= 0.5": [7 - 2**63, 6], "time < '2025-03-01T02:00:00'": [6, 5], "item > 0": [6, 5],
+        "zoned > '2025-03-01T00:30:00+00:00' and share < 0.7": [6],
+    }  # fmt: skip
+    for text, expected in kept.items():
+        history = History(path="log.parquet", on="user", time="time", as_of="at", columns="item", where=text)
+        joined = pin_sources([history], tmp_path, warehouse)
+        found = read(open_reader(warehouse, snapshot, ["item"], None, joined))
+        assert found.column("item").to_pylist() == [expected], text
+
+
+def test_readers_of_a_process_share_an_index(tmp_path, warehouse):
+    random = np.random.default_rng(1)
+    pq.write_table(events(random), tmp_path / "log.parquet")
+    snapshot = stored(warehouse, sample_rows(random))
+    given = {"path": "log.parquet", "on": "user", "time": "time", "as_of": "at", "columns": "item"}
+    histories = [History(**given, last=n, prefix=f"p{n}_", where=w) for n, w in ((1, None), (9, None), (3, "item > 5"))]
+    readers = [
+        open_reader(
+            warehouse, snapshot, ["p1_item", "p9_item", "p3_item"], None, pin_sources(histories, tmp_path, warehouse)
+        )
+        for _ in range(2)
+    ]
+    for reader in readers:
+        read(reader)
+    indexes = [side.cache[None] for reader in readers for side in reader.sides]
+    assert len({id(index) for index in indexes}) == 2
+
+
 def test_times_of_every_kind_are_compared_in_utc():
     moment = datetime.datetime(2025, 3, 1, 12, tzinfo=datetime.UTC)
     micros = int(moment.timestamp() * 1_000_000)
@@ -244,6 +304,8 @@ def test_times_of_every_kind_are_compared_in_utc():
     naive = pa.array([moment.replace(tzinfo=None)], pa.timestamp("ms"))
     assert to_micros("t", berlin).to_pylist() == to_micros("t", naive).to_pylist() == [micros]
     assert to_micros("t", pa.array([moment.date()])).to_pylist() == [micros - 43_200_000_000]
+    with pytest.raises(DataError, match="expected times within 290,000 years of 1970"):
+        to_micros("t", pa.array([2**50], pa.timestamp("s")))
     parts = pa.array([-1_500, -1_000, 0, 1, 1_000, None], pa.timestamp("ns"))
     assert to_micros("t", parts).to_pylist() == [-1, -1, 0, 1, 1, None]
 
@@ -258,7 +320,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a filter of another type": ({"where": "action = 3"}, "filter 'action = 3': expected"),
     "a log without the time": ({"time": "tme"}, "column 'tme': expected a column of the table"),
-    "lists of lists": ({"columns": ["parts"]}, "column 'parts': expected a number, id, text or time of each event"),
+    "a column without values": ({"columns": ["none"]}, "column 'none': expected a value in some row"),
+    "lists of lists": ({"columns": ["parts"]}, "column 'parts': expected a number, id or text of each event"),
 }
 
 
@@ -267,7 +330,8 @@ def test_what_cannot_be_a_history_is_refused(case, tmp_path, warehouse):
     change, sentence = REFUSED[case]
     random = np.random.default_rng(1)
     snapshot, log = stored(warehouse, sample_rows(random)), events(random)
-    pq.write_table(log.append_column("parts", pa.array([[1]] * len(log))), tmp_path / "log.parquet")
+    log = log.append_column("parts", pa.array([[1]] * len(log))).append_column("none", pa.nulls(len(log)))
+    pq.write_table(log, tmp_path / "log.parquet")
     given = {"path": "log.parquet", "on": "user", "time": "time", "as_of": "at", "columns": ["item"]} | change
     with pytest.raises(ContractError) as error:
         joined_schema(warehouse, snapshot, pin_sources([History(**given)], tmp_path, warehouse))
@@ -283,7 +347,7 @@ def test_a_key_with_two_values_from_one_moment_is_refused(tmp_path, warehouse):
     with pytest.raises(DataError) as error:
         read(open_reader(warehouse, snapshot, ["tier"], None, pin_sources([source], tmp_path, warehouse)))
     assert str(error.value) == (
-        "features.joined 'users.parquet': expected each key once at each time, got key 1 more than once at 2025-03-01 "
+        "features.joined 'users.parquet': expected each key once in each microsecond, got key 1 more than once at 2025-03-01 "
         "12:00:00. Remove duplicates."
     )
 
@@ -306,6 +370,8 @@ def test_windows_need_columns_to_sum_and_these_need_numbers(tmp_path, warehouse)
     for options in ({"take": ["sum"]}, {"columns": ["item"]}):
         with pytest.raises(ConfigError, match="expected `columns` with take sum or mean"):
             EventWindow(**given, **options)
+    counts = PinnedSource(source=EventWindow(**given))  # without columns
+    assert PinnedSource.model_validate_json(counts.model_dump_json()) == counts
     random = np.random.default_rng(1)
     snapshot = stored(warehouse, sample_rows(random))
     pq.write_table(events(random), tmp_path / "log.parquet")

@@ -208,7 +208,7 @@ def refused(
         ({"on": "visitor"}, {"visitor": [1], "x": [1]}, "features.joined 's.parquet', key 'visitor': expected a column of the table, got none of that name. Closest: user, shop, row, num, day. Correct the name."),
         ({}, {"guest": [1], "x": [1]}, "features.joined 's.parquet', column 'user': expected a column of the table, got none of that name. Closest: guest, x. Correct the name."),
         ({"columns": ["y"]}, {"user": [1], "x": [1]}, "features.joined 's.parquet' 'y': expected a column of the table, got none of that name. Closest: x. Correct the name."),
-        ({}, {"user": [1], "num": [1], "x": [1]}, "features.joined 's.parquet': expected columns that the table does not have, got existing columns num. Set `stored: true` if flows.enrich wrote them, otherwise set `prefix`."),
+        ({}, {"user": [1], "num": [1], "x": [1]}, "features.joined 's.parquet': expected columns that the rows do not have, got existing columns num. Set `stored: true` if flows.enrich wrote them, otherwise set `prefix`."),
         ({}, {"user": [1], "x": [{"a": 1}]}, "features.joined 's.parquet', column 'x': expected numbers, text, dates or lists of them, got type struct<a: int64>. Leave it out of `columns`."),
         ({"day_column": "d"}, {"user": [1], "d": ["soon"], "x": [1]}, "features.joined 's.parquet', day_column: expected dates, timestamps or ISO text"),
     ],
