@@ -35,7 +35,8 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     """Simple models to compare with on the same rows, through the same transforms. rate: the mean label of the training
     rows. logistic: logistic regression. boosting: gradient boosting. They train on at most 200,000 rows."""
     workers: PositiveInt = 1
-    """Processes that score the evaluation rows. The metrics have the same bits for any number of them."""
+    """Processes that score the evaluation rows on this machine. The metrics have the same bits for any number of them.
+    On a given Ray cluster, many rows are scored by one process for each of its processors instead."""
 
     @property
     def columns(self) -> tuple[str, ...]:
