@@ -19,7 +19,7 @@ def main(path: str) -> None:
     assert spec.store is not None
     group = partial(StoreGroup, store=ObjectFolder(spec.store, {}))
     module, folder = "pipeline.jobs.training.rank", Path(spec.folder)
-    show(follow_ranks(module, spec, folder, ranks, 1, limits, show, ROOT, group))
+    show(follow_ranks(module, spec, folder, ranks, 1, limits, show, ROOT, make_group=group))
 
 
 def show(event: Event) -> None:

@@ -70,7 +70,7 @@ def follow(folder: ObjectFolder, tmp_path: Path) -> Callable[..., tuple[Event, l
 
         given = Limits(**{"deadline_seconds": 60, **limits}, check=check)
         group = lambda *words: StoreGroup(*words, store=folder)  # noqa: E731
-        return follow_ranks("module", SPEC, tmp_path, 2, 1, given, handle, tmp_path, group), events
+        return follow_ranks("module", SPEC, tmp_path, 2, 1, given, handle, tmp_path, make_group=group), events
 
     return run
 
