@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def follow(folder: ObjectFolder, tmp_path: Path) -> Callable[..., tuple[Event, l
                 threading.Thread(target=act).start()
 
         given = Limits(**{"deadline_seconds": 60, **limits}, check=check)
-        group = lambda *words: StoreGroup(*words, store=folder)  # noqa: E731
+        group = partial(StoreGroup, store=folder)
         return follow_ranks("module", SPEC, tmp_path, 2, 1, given, handle, tmp_path, make_group=group), events
 
     return run
