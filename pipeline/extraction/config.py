@@ -14,6 +14,9 @@ from storage.config import DAY, TableConfig, WarehouseConfig
 WEIGHT = "sample_weight"
 """Column with the number of impressions that a row represents after negatives were downsampled."""
 
+AS_OF_KEYS = ("valid_from", "as_of", "delay_seconds")
+"""Keys of a side table that earlier versions lacked. Days that were written without them stay as they are."""
+MOST_DELAY = 100 * 365 * 86_400
 TABLE_KEYS = ("table", "branch", "day_zone")
 """Keys of a source that is read as it is."""
 Format = Literal["auto", "parquet", "csv", "json", "avro", "criteo"]
@@ -133,7 +136,24 @@ class SideTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Key columns, in the rows and in the side table; unique in the side table."""
     refresh: Literal["new_days", "past_days"] = "new_days"
     """Which days get the values of a changed side table. new_days: only days that are written anyway. Past days keep
-    their values. past_days: every day is written again, with values from its future."""
+    their values. past_days: every day is written again, with values from its future unless `valid_from` is set."""
+    valid_from: str | None = None
+    """Column of the side table (timestamp or date) with the time since when a row's values hold. A key may then have a
+    row for each change, and a row gets the newest values that held at its own time. Needs `as_of`."""
+    as_of: str | None = None
+    """Column of the rows (timestamp or date) with their time. A date of the rows is the beginning of its day, a date of
+    the side table the end of its day. Needs `valid_from`."""
+    delay_seconds: int = Field(default=0, ge=0, le=MOST_DELAY)
+    """Time that values take to arrive: a row gets those that held so long before its own time. Needs `as_of`."""
+
+    @model_validator(mode="after")
+    def _times_fit(self) -> Self:
+        where = f"source.lookups '{self.path}'"
+        if (self.as_of is None) != (self.valid_from is None):
+            raise ConfigError(where, "`as_of` together with `valid_from`", "one of them", "Add the other one.")
+        if self.delay_seconds and self.as_of is None:
+            raise ConfigError(where, "`as_of` with `delay_seconds`", "none", "Name the column of the rows' time.")
+        return self
 
 
 class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -221,7 +241,9 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
     def ingested(self) -> dict[str, Any]:
         """Returns the values that say what an ingest reads, without the keys of `table`."""
-        return self.model_dump(mode="json", exclude=set(TABLE_KEYS))
+        values = self.model_dump(mode="json", exclude=set(TABLE_KEYS))
+        sides = [{key: side[key] for key in side if side[key] or key not in AS_OF_KEYS} for side in values["lookups"]]
+        return values | {"lookups": sides}
 
     @model_validator(mode="after")
     def _new_names_fit(self) -> Self:

@@ -221,14 +221,42 @@ def join_side_tables(
         create_view(connection, view, files, "auto", f"source.lookups '{lookup.path}'", rename=rename)
         own = {name: kind for name, kind in column_types(connection, view).items() if name != FILE}
         _check_side_table(connection, lookup, view, columns, own)
-        key = ", ".join(quote(name) for name in lookup.on)
-        added = [name for name in own if name not in lookup.on]
-        columns |= {name: own[name] for name in added}
+        added = [name for name in own if name not in (*lookup.on, lookup.valid_from)]
         selected += [f"l{i}.{quote(name)}" for name in added]
         selected.append(f"l{i}.__matched AS __matched_{i}")
-        joins.append(f"LEFT JOIN (SELECT *, true AS __matched FROM {view}) l{i} USING ({key})")
+        joins.append(_join(lookup, view, f"l{i}", columns, own))
+        columns |= {name: own[name] for name in added}
     connection.execute(f"CREATE VIEW {source}_wide AS SELECT {', '.join(selected)} FROM {source} s {' '.join(joins)}")
     return f"{source}_wide"
+
+
+def _join(lookup: SideTable, view: str, name: str, rows: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Returns the SQL that joins a side table by key, or by key and time.
+
+    Args:
+        rows, own: Columns of the rows and of the side table -> type.
+    """
+    if lookup.as_of is None or lookup.valid_from is None:
+        key = ", ".join(map(quote, lookup.on))
+        return f"LEFT JOIN (SELECT *, true AS __matched FROM {view}) {name} USING ({key})"
+    where = f"source.lookups '{lookup.path}'"
+    keys = " AND ".join(f"s.{quote(one)} = {name}.{quote(one)}" for one in lookup.on)
+    since = _moment(f"{where}, valid_from", "", lookup.valid_from, own)
+    if own[lookup.valid_from] == "DATE":
+        since = f"{since} + INTERVAL 1 DAY - INTERVAL 1 MICROSECOND"
+    at = f"{_moment(f'{where}, as_of', 's.', lookup.as_of, rows)} - to_seconds({lookup.delay_seconds})"
+    side = f"SELECT *, true AS __matched, {since} AS __since FROM {view} WHERE {quote(lookup.valid_from)} IS NOT NULL"
+    return f"ASOF LEFT JOIN ({side}) {name} ON {keys} AND {at} >= {name}.__since"
+
+
+def _moment(where: str, table: str, name: str, columns: Mapping[str, str]) -> str:
+    """Returns the SQL of a time in UTC."""
+    kind, column = columns[name], f"{table}{quote(name)}"
+    if kind == "TIMESTAMP WITH TIME ZONE":
+        return f"timezone('UTC', {column})"
+    if kind != "DATE" and not kind.startswith("TIMESTAMP"):
+        raise ConfigError(f"{where} '{name}'", "timestamps or dates", kind, "Convert it, or name another column.")
+    return f"CAST({column} AS TIMESTAMP)"
 
 
 def _check_side_table(
@@ -239,10 +267,13 @@ def _check_side_table(
         if name not in columns or name not in own:
             raise ConfigError(where, f"key column '{name}' in both tables", "a table without it", "Correct `on`.")
         check_keys(where, name, {"rows": columns[name], "side table": own[name]})
-    taken = [name for name in own if name in columns and name not in lookup.on]
+    for name, there, table in ((lookup.as_of, columns, "rows"), (lookup.valid_from, own, "side table")):
+        if name is not None and name not in there:
+            raise ConfigError(where, f"column '{name}' in the {table}", "none of that name", "Correct the name.")
+    taken = [name for name in own if name in columns and name not in (*lookup.on, lookup.valid_from)]
     if taken:
         raise ConfigError(where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them.")
-    key = ", ".join(quote(name) for name in lookup.on)
+    key = ", ".join(map(quote, [*lookup.on, *([] if lookup.valid_from is None else [lookup.valid_from])]))
     row = connection.sql(f"SELECT count(*), count(DISTINCT ({key})) FROM {view}").fetchall()[0]
     if row[0] != row[1]:
         raise DataError(

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.extraction.config import SourceConfig
 from pipeline.extraction.sources import CRITEO_COLUMNS, create_view
 from storage.query import column_types, connect
 
@@ -357,6 +360,68 @@ def test_lookups_add_columns_and_count_what_has_no_match(ingest: Any, stored: An
     expected = rows.merge(users, "left", on="user").merge(shelves, "left", on=["store", "shelf"])
     got = stored()[list(expected.columns)]
     pd.testing.assert_frame_equal(got, expected, check_dtype=False)
+
+
+@pytest.mark.parametrize("zone", [None, "Asia/Tokyo"])
+def test_a_side_table_with_times_gives_what_held_at_the_time_of_a_row(
+    ingest: Any, stored: Any, tmp_path: Path, zone: str | None
+) -> None:
+    """As pandas' merge_asof does, from the same moment on, less the delay."""
+    random, start = np.random.default_rng(4), pd.Timestamp("2024-01-01")
+    hours = pd.to_timedelta(np.sort(random.integers(0, 24, 400)), unit="h")
+    rows = pd.DataFrame({"user": random.integers(0, 9, 400), "at": start + hours, "label": random.integers(0, 2, 400)})
+    users = pd.DataFrame({"user": np.repeat(np.arange(7), 8), "since": np.tile(np.arange(8) * 3, 7)})
+    users = users.assign(since=start + pd.to_timedelta(users["since"], unit="h"), tier=random.integers(0, 99, 56))
+    expected = pd.merge_asof(
+        rows.assign(border=rows["at"] - pd.Timedelta("2h")), users.sort_values("since"), left_on="border",
+        right_on="since", by="user",
+    )  # fmt: skip
+    there = users if zone is None else users.assign(since=users["since"].dt.tz_localize("UTC").dt.tz_convert(zone))
+    save(rows, tmp_path / "rows.parquet")
+    save(there.sample(frac=1.0, random_state=1), tmp_path / "users.parquet")
+    lookup = {"path": "users.parquet", "on": ["user"], "valid_from": "since", "as_of": "at", "delay_seconds": 7_200}
+    result = ingest({"path": "rows.parquet", "day_column": "at", "lookups": [lookup]}, dense=["tier"])
+    got = stored()
+    assert got["at"].tolist() == rows["at"].tolist()
+    assert "since" not in got
+    np.testing.assert_array_equal(got["tier"].to_numpy(float), expected["tier"].to_numpy(float))
+    assert dict(result.unmatched) == {"users.parquet": int(expected["tier"].isna().sum())}
+    assert 0 < expected["tier"].isna().sum() < 300
+
+
+def test_a_date_of_a_side_table_is_the_end_of_its_day(ingest: Any, stored: Any, put: Any) -> None:
+    days = [datetime.date(2024, 1, day) for day in (1, 2, 3)]
+    put("rows.parquet", user=[1, 1, 1], day=days, label=[0, 1, 0])
+    put("users.parquet", user=[1, 1], since=days[:2], tier=[1, 2])
+    lookup = {"path": "users.parquet", "on": ["user"], "valid_from": "since", "as_of": "day"}
+    ingest({"path": "rows.parquet", "day_column": "day", "lookups": [lookup]}, dense=["tier"])
+    assert stored().sort_values("day")["tier"].tolist()[1:] == [1, 2]
+    assert stored().sort_values("day")["tier"].isna().tolist() == [True, False, False]
+
+
+def test_days_written_before_side_tables_had_times_stay_as_they_are() -> None:
+    side = {"path": "users.parquet", "on": ("user",)}
+    source = SourceConfig.model_validate({"path": "rows.parquet", "day": "2024-01-01", "lookups": [side]})
+    (found,) = source.ingested()["lookups"]
+    assert found == {"path": "users.parquet", "on": ["user"], "refresh": "new_days"}
+
+
+@pytest.mark.parametrize(
+    ("times", "sentence"),
+    [
+        ({"valid_from": "since", "as_of": "at"}, "as_of 'at': expected timestamps or dates, got BIGINT."),
+        ({"valid_from": "sinse", "as_of": "at"}, "expected column 'sinse' in the side table, got none of that name."),
+        ({"valid_from": "since"}, "expected `as_of` together with `valid_from`, got one of them."),
+        ({"delay_seconds": 9}, "expected `as_of` with `delay_seconds`, got none."),
+    ],
+)
+def test_times_that_cannot_be_compared_are_refused(ingest: Any, put: Any, times: Any, sentence: str) -> None:
+    put("rows.parquet", user=[1], at=[1], label=[0])
+    put("side.parquet", user=[1], since=[datetime.date(2024, 1, 1)], tier=[1])
+    lookup = {"path": "side.parquet", "on": ["user"], **times}
+    with pytest.raises((ConfigError, ValidationError)) as error:
+        ingest({"path": "rows.parquet", "day": "2024-01-01", "lookups": [lookup]})
+    assert sentence in str(error.value)
 
 
 def test_rows_keep_their_order_with_any_join(ingest: Any, stored: Any, put: Any) -> None:
