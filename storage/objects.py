@@ -36,6 +36,8 @@ _RETRIES = "s3.retry-strategy-impl"
 """pyiceberg's property for what makes pyarrow's retry strategy."""
 _ATTEMPTS = 10
 """Of a patient request: pyarrow waits for 1, 2, 4, 8, 16 and then 20 seconds at most, and for half of it on average."""
+_BOTO3_ATTEMPTS = 15
+"""The same for boto3, which begins with a twentieth of a second."""
 COPY_BYTES = 8 << 20
 """Read and written at a time."""
 SWAPS = 10
@@ -335,6 +337,7 @@ def _boto3_client(properties: tuple[tuple[str, str], ...]) -> Any:
             proxies=None if proxy is None else {"http": proxy, "https": proxy},
             connect_timeout=float(given.get("s3.connect-timeout", 60)),
             read_timeout=float(given.get("s3.request-timeout", 60)),
+            retries={"mode": "standard", "total_max_attempts": _BOTO3_ATTEMPTS if _RETRIES in given else 3},
             s3={"addressing_style": "virtual" if virtual else "auto" if endpoint is None else "path"},
         ),
     )  # fmt: skip

@@ -195,6 +195,34 @@ def test_a_write_whose_answer_was_lost_is_not_taken_for_that_of_another(
     assert ObjectFolder("s3://logs/cut", store.properties).read("a") == b"2"
 
 
+class Away(Gateway):
+    """Does not answer the first requests."""
+
+    left = 0
+
+    def _answer(self, status: int, body: bytes, headers: Mapping[str, str] = {}) -> None:
+        if self.left:
+            Away.left -= 1
+            self.close_connection = True
+            return
+        super()._answer(status, body, headers)
+
+
+def test_a_patient_request_outlives_a_store_that_is_away(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """boto3 waits as long as pyarrow does. Here it only counts for how long it would."""
+    waits: list[float] = []
+    monkeypatch.setattr("botocore.endpoint.time.sleep", waits.append)
+    with serving(Away, store, monkeypatch) as properties:
+        folder = ObjectFolder("s3://logs/away", properties)
+        monkeypatch.setattr(Away, "left", 12)
+        with pytest.raises(StorageError, match="expected a store that answers"):
+            folder.swap("a", None, b"1")
+        monkeypatch.setattr(Away, "left", 12)
+        assert folder.patient().swap("a", None, b"1")
+        assert len(waits) == 2 + 12
+    assert ObjectFolder("s3://logs/away", store.properties).read("a") == b"1"
+
+
 class Plain(Gateway):
     """Knows no preconditions."""
 
