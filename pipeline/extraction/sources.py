@@ -267,9 +267,9 @@ def _check_side_table(
         if name not in columns or name not in own:
             raise ConfigError(where, f"key column '{name}' in both tables", "a table without it", "Correct `on`.")
         check_keys(where, name, {"rows": columns[name], "side table": own[name]})
-    for name, there, table in ((lookup.as_of, columns, "rows"), (lookup.valid_from, own, "side table")):
-        if name is not None and name not in there:
-            raise ConfigError(where, f"column '{name}' in the {table}", "none of that name", "Correct the name.")
+    for named, there, table in ((lookup.as_of, columns, "rows"), (lookup.valid_from, own, "side table")):
+        if named is not None and named not in there:
+            raise ConfigError(where, f"column '{named}' in the {table}", "none of that name", "Correct the name.")
     taken = [name for name in own if name in columns and name not in (*lookup.on, lookup.valid_from)]
     if taken:
         raise ConfigError(where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them.")

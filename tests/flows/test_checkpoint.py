@@ -144,7 +144,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, com
         line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as flow:
         try:
-            limit = time.monotonic() + 120
+            limit = time.monotonic() + 240
             while not list((tmp_path / "home").glob("runs/*/checkpoints/step-*")):
                 assert flow.poll() is None
                 assert time.monotonic() < limit
