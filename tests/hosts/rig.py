@@ -63,6 +63,7 @@ class Host:
         self._first = _start_first([*UNSHARE, "--pid", "--mount-proc", "--uts", "--ipc", *settle])
         self.pid = _only_child(self._first)
         """The first process, seen from here."""
+        self._inside = psutil.Process(self.pid)
 
     def run(self, argv: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60) -> str:
         """Runs a command and returns what it printed. If it fails, the error shows that."""
@@ -87,8 +88,8 @@ class Host:
 
     def kill(self) -> None:
         """Ends all processes of the host at once, as a power failure does."""
-        with suppress(psutil.NoSuchProcess):
-            psutil.Process(self.pid).kill()
+        with suppress(psutil.NoSuchProcess):  # or another process, which has its number by now
+            self._inside.kill()
         self._first.wait()
 
     def set_link(self, up: bool) -> None:
