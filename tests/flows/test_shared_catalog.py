@@ -24,7 +24,7 @@ from tests.objects import Store, serving_objects
 from tests.ports import free_port
 from tests.postgres import serving_postgres
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # it waits for leases to end
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, DAYS = 400, ("2025-01-06", "2025-01-07", "2025-01-08")
 
@@ -115,7 +115,7 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
 
     with run_on(tmp_path / "lost", catalog, "train", OWN) as flow:
         try:
-            limit = time.monotonic() + 180
+            limit = time.monotonic() + 300
             while not any(name.startswith("step-") for name in saved()):
                 assert flow.poll() is None, flow.communicate()[1]
                 assert time.monotonic() < limit

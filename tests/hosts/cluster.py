@@ -38,9 +38,9 @@ class Cluster:
         words = ["--num-cpus=2", "--resources", json.dumps(resources), f"--labels=host={name}"]
         self._start(self.nodes[name], [f"--address={self.address}", *words])
 
-    def run(self, module: str, *words: str, timeout: float = 280) -> str:
+    def run(self, module: str, *words: str, timeout: float = 600) -> str:
         """Runs a module of ours on the head, connected to the cluster, and returns what it printed."""
         return self.head.run([sys.executable, "-m", module, *words], self.environment, timeout)
 
     def _start(self, host: Host, words: list[str]) -> None:
-        host.run([*START, f"--node-ip-address={host.address}", *words], self.environment, timeout=120)
+        host.run([*START, f"--node-ip-address={host.address}", *words], self.environment, timeout=240)

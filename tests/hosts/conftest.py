@@ -2,12 +2,20 @@
 
 import secrets
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.hosts.cluster import Cluster
 from tests.hosts.rig import Network, why_no_hosts
 from tests.pipeline.conftest import data, days, make_warehouse, rank_spec, undisturbed  # noqa: F401 - fixtures
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A cluster of hosts on one busy machine may be slow."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from tests.hosts.rig import ROOT
 
 def main(path: str) -> None:
     spec = RankSpec.model_validate_json(Path(path).read_text(encoding="utf-8"))
-    limits, ranks = Limits(deadline_seconds=250, hang_seconds=120), spec.training.world_size
+    limits, ranks = Limits(deadline_seconds=550, hang_seconds=120), spec.training.world_size
     assert spec.store is not None
     group = partial(StoreGroup, store=ObjectFolder(spec.store, {}))
     module, folder = "pipeline.jobs.training.rank", Path(spec.folder)

@@ -37,7 +37,7 @@ def hosts_of_workers(folder: Path, address: str, **places: Any) -> list[str]:
         for worker in range(2):
             executor.start(worker)
         for _ in range(2):
-            event = events.get(timeout=120)
+            event = events.get(timeout=240)
             assert isinstance(event, WorkerStarted), event
         names = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
         placed = ray._private.state.actors()
@@ -48,7 +48,7 @@ def hosts_of_workers(folder: Path, address: str, **places: Any) -> list[str]:
 
 def hosts_of_ranks(folder: Path, address: str, world_size: int = 2, **places: Any) -> list[str]:
     config = TrainConfig(world_size=world_size, launcher="ray", **places)
-    limits = Limits(deadline_seconds=200, hang_seconds=None)
+    limits = Limits(deadline_seconds=500, hang_seconds=None)
     found = run_ranks_on_ray(
         "tests.hosts.placed", config, folder, world_size, 1, limits, print, ROOT, address, config.ray_resources,
         config.labels,

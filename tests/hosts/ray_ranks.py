@@ -13,7 +13,7 @@ from tests.hosts.rig import ROOT
 def main(path: str, address: str) -> None:
     spec = RankSpec.model_validate_json(Path(path).read_text(encoding="utf-8"))
     limits, (ranks, *fewer) = (
-        Limits(deadline_seconds=250, hang_seconds=120, restart_limit=2),
+        Limits(deadline_seconds=550, hang_seconds=120, restart_limit=2),
         spec.training.rank_numbers,
     )
     module, folder = "pipeline.jobs.training.rank", Path(spec.folder)

@@ -36,7 +36,7 @@ def follow(
     spec: RankSpec, start: Callable[[str], None], ranks: dict[str, list[int]] | None = None, **limits: int
 ) -> Event:
     """Follows the ranks of a spec. `start` gets the command that starts them, and `ranks` those of each table."""
-    folder, limit = Path(spec.folder), Limits(deadline_seconds=280, **limits)
+    folder, limit = Path(spec.folder), Limits(deadline_seconds=550, **limits)
 
     def handle(event: Event) -> None:
         if event["event"] == "awaited":

@@ -21,12 +21,12 @@ def test_the_smoke_run_trains_and_evaluates_on_two_hosts_of_a_ray_cluster(cluste
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = cluster.environment | {"DLRM_HOME": str(tmp_path / "home"), "PATH": binaries}
     command = command.removeprefix("sh\n").rstrip()
-    output = cluster.head.run(["sh", "-ec", command], own, timeout=400)
+    output = cluster.head.run(["sh", "-ec", command], own, timeout=800)
     result = json.loads(output.strip().splitlines()[-1])
     assert (result["status"], result["train"]["world_size"], result["train"]["rows"]) == ("ok", 2, 10_000)
     assert "nodes of the Ray cluster" not in output
 
     later = f"{command} evaluation.level=0.04".replace("flows.end_to_end", "tests.hosts.evaluated")
-    output = cluster.head.run(["sh", "-ec", later], own, timeout=400)
+    output = cluster.head.run(["sh", "-ec", later], own, timeout=800)
     assert "nodes of the Ray cluster that evaluated: " in output
     assert json.loads(output.strip().splitlines()[-1])["eval"] == result["eval"]

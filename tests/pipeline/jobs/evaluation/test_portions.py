@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,21 @@ def sums(value: Any) -> Any:
 
 
 def actors() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children(recursive=True) if "ray::_Scorer" in "".join(one.cmdline())]
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if "ray::_Scorer" in "".join(one.cmdline()):
+                found.append(one)
+    return found
+
+
+def kill_actors() -> list[psutil.Process]:
+    """Kills all actors and returns them."""
+    killed = actors()
+    for one in killed:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+    return killed
 
 
 def test_scores_do_not_depend_on_the_number_of_threads(comparison: Comparison) -> None:
@@ -135,9 +150,7 @@ def test_nodes_of_a_cluster_evaluate_as_this_process_does(
 
     def kill(done: int) -> None:
         if not seen:
-            killed.extend(actors())
-            for one in killed:
-                one.kill()
+            killed.extend(kill_actors())
         seen.append(done)
 
     found, failed = evaluate(comparison, kill, **on(cluster))
@@ -189,7 +202,7 @@ def pack_copy(comparison: Comparison, folder: Path) -> Comparison:
 @pytest.mark.slow
 def test_a_process_that_always_dies_ends_the_evaluation(cluster: Any, comparison: Comparison) -> None:
     with pytest.raises(TrainingError) as caught:
-        evaluate(comparison, lambda done: [one.kill() for one in actors()], preprocessing__attempts=1, **on(cluster))
+        evaluate(comparison, lambda done: kill_actors(), preprocessing__attempts=1, **on(cluster))
     assert str(caught.value).startswith(
         "evaluation on the Ray cluster: expected processes that last until they have scored their rows, got ActorDied"
     )
