@@ -308,7 +308,7 @@ def _store(scheme: str, bucket: str, properties: tuple[tuple[str, str], ...]) ->
 
 
 def _s3_client(address: str, properties: Mapping[str, str]) -> Any:
-    """Returns boto3's client. None: it is not installed, or another kind of store or of access than it is told of."""
+    """Returns boto3's client, or None without boto3, for another store than S3, and for access by a role."""
     access = add_variables(properties)
     if not address.startswith(("s3://", "s3a://")) or access.keys() & {"s3.role-arn", "client.role-arn"}:
         return None

@@ -1,6 +1,6 @@
 """RunConfig: the configs of all stages in one object, loaded from YAML."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -14,6 +14,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import to_jsonable_python
 
 from models.config import DLRMConfig
 from pipeline.characterization.config import CharacterizeConfig
@@ -31,8 +32,9 @@ from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig
 from pipeline.search.config import ReleaseConfig, SweepConfig
 from pipeline.training.config import HOST_SHARDING, SPANS, TrainConfig, requested_sharding_types
+from pipeline.transforms.joins import FeatureJoin, share_files
 from pipeline.transforms.ops.sampling import Sampling
-from pipeline.transforms.schema import FeatureSchema
+from pipeline.transforms.schema import FeatureSchema, SparseGroup
 from storage.config import NAME, PARTS, StorageConfig, WarehouseConfig, find_owner
 
 M = TypeVar("M", bound=BaseModel)
@@ -57,8 +59,13 @@ EXECUTION_KEYS = {
     "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows", "session_column"},
 }
 """Keys that do not change what is learned, left out of a training's identity."""
-NEW_KEYS = ("lanes", "hosts", "network_bytes_per_second")
-"""Keys of `training` that earlier versions lacked. A key at its default has no part in the identity."""
+NEW_KEYS: Mapping[type[BaseModel], Collection[str]] = {
+    TrainConfig: ("lanes", "hosts", "network_bytes_per_second"),
+    FeatureSchema: ("histories", "windows"),
+    FeatureJoin: ("valid_from", "as_of", "delay_seconds"),
+    SparseGroup: ("weights",),
+}
+"""Section -> keys that earlier versions lacked. A key at its default has no part in the identity."""
 PLACEMENT_KEYS = {
     "world_size",
     "hosts",
@@ -239,11 +246,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     @model_validator(mode="after")
     def _logs_tell_no_label(self) -> Self:
         outcomes = None if self.source.outcomes is None else self.source.outcomes.path
-        for log in self.features.sources:
-            if log.as_of is None or log.delay_seconds:
-                continue
-            reads_label = log.table == self.name and any(fnmatchcase(self.features.label, one) for one in log.columns)
-            if reads_label or log.is_of(outcomes):
+        label, sides = self.features.label, (*self.features.sources, *self.source.lookups)
+        own = [log for log in self.features.sources if log.table == self.name]
+        telling = [log for log in own if any(fnmatchcase(label, name) for name in log.columns)]
+        for log in (*telling, *(side for side in sides if share_files(side.path, outcomes))):
+            if log.as_of is not None and not log.delay_seconds:
                 raise ConfigError(
                     f"delay_seconds of {log.place}", "1 or more, because it has the labels", "0",
                     "Set it to the seconds after which a label is known when a row is served.",
@@ -302,25 +309,16 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
             values[section] = {key: value for key, value in values[section].items() if key not in keys}
-        for key in NEW_KEYS:
-            if getattr(self.training, key) == TrainConfig.model_fields[key].default:
-                del values["training"][key]
+        values["training"] = _without_new(values["training"], TrainConfig)
         if self.training.lanes is not None:
             values["training"] = {key: value for key, value in values["training"].items() if key not in PLACEMENT_KEYS}
         hidden = ("allow_deprecated", "map_keys")  # names of keys are keys by now
         features = {key: value for key, value in values["features"].items() if key not in hidden}
-        features["joined"] = [source for source in features["joined"] if not source["stored"]]
-        for source in features["joined"]:
-            for key in ("valid_from", "as_of", "delay_seconds"):
-                if not source[key]:
-                    del source[key]
-        for section in ("histories", "windows"):
-            if not features[section]:
-                del features[section]
+        features = _without_new(features, FeatureSchema)
+        features["joined"] = [_without_new(one, FeatureJoin) for one in features["joined"] if not one["stored"]]
+        features["sparse"] = [_without_new(one, SparseGroup) for one in features["sparse"]]
         for group in (*features["dense"], *features["sparse"]):
             del group["on_missing"]  # decides whether a training starts, not what it learns
-            if group.get("weights", "") is None:
-                del group["weights"]
         return values | {"features": features, "weights": self.registration.weights}
 
     def shareable(self) -> dict[str, Any]:
@@ -332,6 +330,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         hidden = PRIVATE | dict.fromkeys(("source", "features", "sweep", "release", "characterize"), True)
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
         return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
+
+
+def _without_new(values: Mapping[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """Returns the values of a section without its new keys that are at their default."""
+    new = {key: to_jsonable_python(section.model_fields[key].default) for key in NEW_KEYS[section]}
+    return {key: value for key, value in values.items() if key not in new or value != new[key]}
 
 
 def default_settings() -> dict[str, str]:

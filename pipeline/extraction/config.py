@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 from pipeline.data.columns import MOST_WEIGHT, NAME, TRAILING_DAYS, Names
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
+from pipeline.transforms.joins import MOST_SECONDS, require_both_times
 from storage.config import DAY, TableConfig, WarehouseConfig
 
 WEIGHT = "sample_weight"
@@ -16,7 +17,6 @@ WEIGHT = "sample_weight"
 
 AS_OF_KEYS = ("valid_from", "as_of", "delay_seconds")
 """Keys of a side table that earlier versions lacked. Days that were written without them stay as they are."""
-MOST_DELAY = 100 * 365 * 86_400
 TABLE_KEYS = ("table", "branch", "day_zone")
 """Keys of a source that is read as it is."""
 Format = Literal["auto", "parquet", "csv", "json", "avro", "criteo"]
@@ -143,17 +143,18 @@ class SideTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     as_of: str | None = None
     """Column of the rows (timestamp or date) with their time. A date of the rows is the beginning of its day, a date of
     the side table the end of its day. Needs `valid_from`."""
-    delay_seconds: int = Field(default=0, ge=0, le=MOST_DELAY)
+    delay_seconds: int = Field(default=0, ge=0, le=MOST_SECONDS)
     """Time that values take to arrive: a row gets those that held so long before its own time. Needs `as_of`."""
 
     @model_validator(mode="after")
     def _times_fit(self) -> Self:
-        where = f"source.lookups '{self.path}'"
-        if (self.as_of is None) != (self.valid_from is None):
-            raise ConfigError(where, "`as_of` together with `valid_from`", "one of them", "Add the other one.")
-        if self.delay_seconds and self.as_of is None:
-            raise ConfigError(where, "`as_of` with `delay_seconds`", "none", "Name the column of the rows' time.")
+        require_both_times(self.place, self.valid_from, self.as_of, self.delay_seconds)
         return self
+
+    @property
+    def place(self) -> str:
+        """The side table as an error names it."""
+        return f"source.lookups '{self.path}'"
 
 
 class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

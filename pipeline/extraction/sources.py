@@ -218,7 +218,7 @@ def join_side_tables(
     selected, joins = ["s.*"], []
     for i, (lookup, files) in enumerate(lookups):
         view = f"lookup_{i}"
-        create_view(connection, view, files, "auto", f"source.lookups '{lookup.path}'", rename=rename)
+        create_view(connection, view, files, "auto", lookup.place, rename=rename)
         own = {name: kind for name, kind in column_types(connection, view).items() if name != FILE}
         _check_side_table(connection, lookup, view, columns, own)
         added = [name for name in own if name not in (*lookup.on, lookup.valid_from)]
@@ -239,7 +239,7 @@ def _join(lookup: SideTable, view: str, name: str, rows: Mapping[str, str], own:
     if lookup.as_of is None or lookup.valid_from is None:
         key = ", ".join(map(quote, lookup.on))
         return f"LEFT JOIN (SELECT *, true AS __matched FROM {view}) {name} USING ({key})"
-    where = f"source.lookups '{lookup.path}'"
+    where = lookup.place
     keys = " AND ".join(f"s.{quote(one)} = {name}.{quote(one)}" for one in lookup.on)
     since = _moment(f"{where}, valid_from", "", lookup.valid_from, own)
     if own[lookup.valid_from] == "DATE":
@@ -262,7 +262,7 @@ def _moment(where: str, table: str, name: str, columns: Mapping[str, str]) -> st
 def _check_side_table(
     connection: duckdb.DuckDBPyConnection, lookup: SideTable, view: str, columns: dict[str, str], own: dict[str, str]
 ) -> None:
-    where = f"source.lookups '{lookup.path}'"
+    where = lookup.place
     for name in lookup.on:
         if name not in columns or name not in own:
             raise ConfigError(where, f"key column '{name}' in both tables", "a table without it", "Correct `on`.")

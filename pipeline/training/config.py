@@ -135,8 +135,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     The weights then are the same bit for bit for every world size that divides this number, every sharding plan that is
     not refused and every number of threads, on CPUs of one kind. None: the last bits depend on these."""
     least_ranks: PositiveInt | None = None
-    """Fewest ranks with which a training on a Ray cluster goes on when hosts are lost and not replaced within a minute.
-    The weights stay the same, so it needs `lanes`. None: it waits for `world_size` ranks."""
+    """Fewest ranks with which a training on a Ray cluster continues when hosts are lost and not replaced within a
+    minute. The weights stay the same, so it needs `lanes`. None: it waits for `world_size` ranks."""
     batch_rows: PositiveInt = 2_048
     """Rows of a step over all ranks."""
     epochs: PositiveInt = 1
@@ -278,6 +278,19 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 f"{self.hosts}", "Leave it out, or set launcher: ray or external.",
             )  # fmt: skip
 
+    def _require_all(self, rules: Mapping[str, tuple[bool, str]], beside: str, otherwise: str) -> None:
+        """Refuses the first setting that does not fit another one.
+
+        Args:
+            rules: Key -> whether it fits, and what would.
+            beside: The other setting, which demands it.
+            otherwise: How to do without the other one.
+        """
+        for key, (fits, expected) in rules.items():
+            if not fits:
+                where, found = f"training.{key} with {beside}", f"{getattr(self, key)}"
+                raise ConfigError(where, expected, found, f"Change it, or {otherwise}.")
+
     def _require_shareable(self) -> None:
         """Refuses settings that ranks cannot use when they share tables and do not wait for one another."""
         rules = {
@@ -299,12 +312,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             "average_from_step": (self.average_from_step is None, "none, since weights never belong to one step"),
             "average_from": (self.average_from is None, "none, since weights never belong to one step"),
         }
-        for key, (fits, expected) in rules.items():
-            if not fits:
-                raise ConfigError(
-                    f"training.{key} with sync={self.sync}", expected, f"{getattr(self, key)}",
-                    "Change it, or set sync: synchronous.",
-                )  # fmt: skip
+        self._require_all(rules, f"sync={self.sync}", "set sync: synchronous")
 
     def _require_lanes(self, lanes: int) -> None:
         """Refuses settings with which the weights would depend on more than the data."""
@@ -329,12 +337,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             ),
             "compile": (not self.compile, "false, since the code depends on the sizes that came first"),
         }
-        for key, (fits, expected) in rules.items():
-            if not fits:
-                raise ConfigError(
-                    f"training.{key} with lanes={lanes}", expected, f"{getattr(self, key)}",
-                    "Change it, or leave out lanes.",
-                )  # fmt: skip
+        self._require_all(rules, f"lanes={lanes}", "leave out lanes")
         if inexact:
             raise ConfigError(
                 f"training.sharding '{inexact[0]}' with lanes={lanes}",
@@ -343,7 +346,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             )  # fmt: skip
 
     def _require_elastic(self, least: int) -> None:
-        """Refuses settings with which fewer ranks cannot go on, or would end with other weights."""
+        """Refuses settings with which fewer ranks cannot continue, or would end with other weights."""
         rules = {
             "launcher": (self.launcher == "ray", "ray, which knows the room of its nodes"),
             "lanes": (self.lanes is not None, "a number: the weights then do not depend on the ranks"),
@@ -354,13 +357,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 f"{LEAST_HANG_SECONDS} or more, since the search for room takes minutes",
             ),
         }
-        for key, (fits, expected) in rules.items():
-            if not fits:
-                raise ConfigError(
-                    f"training.{key} with least_ranks={least}", expected, f"{getattr(self, key)}",
-                    "Change it, or leave out least_ranks.",
-                )  # fmt: skip
-
+        self._require_all(rules, f"least_ranks={least}", "leave out least_ranks")
         if self.world_size > least and len(self.rank_numbers) == 1:
             fitting = [n for n in range(1, self.world_size) if (self.lanes or 1) % n == 0]
             raise ConfigError(

@@ -15,6 +15,25 @@ MOST_SECONDS = 100 * 365 * 86_400
 """Longest delay and window."""
 
 
+def require_both_times(where: str, valid_from: str | None, as_of: str | None, delay_seconds: int) -> None:
+    """Refuses the time of a source without that of the rows, the opposite, and a delay without them."""
+    if (as_of is None) != (valid_from is None):
+        raise ConfigError(where, "`as_of` together with `valid_from`", "one of them", "Add the other one.")
+    if delay_seconds and as_of is None:
+        raise ConfigError(where, "`as_of` with `delay_seconds`", "none", "Name the column of the rows' time.")
+
+
+def share_files(*paths: str | tuple[str, ...] | None) -> bool:
+    """Whether two spellings of paths have one in common, as far as they tell without the disk.
+
+    Example:
+        >>> share_files("logs/*.csv", ("./logs/*.csv", "more.csv")), share_files("logs/*.csv", None)
+        (True, False)
+    """
+    one, other = ({*map(os.path.normpath, (path,) if isinstance(path, str) else path or ())} for path in paths)
+    return not one.isdisjoint(other)
+
+
 class _Source(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Files or a table with columns to join by key."""
 
@@ -51,11 +70,6 @@ class _Source(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=T
     def place(self) -> str:
         """The source as an error names it."""
         return f"{self.section} '{self.name}'"
-
-    def is_of(self, paths: str | tuple[str, ...] | None) -> bool:
-        """Whether the source is some of these files, as far as their spelling tells."""
-        own, others = ((one,) if isinstance(one, str) else one or () for one in (self.path, paths))
-        return not {*map(os.path.normpath, own)}.isdisjoint(map(os.path.normpath, others))
 
     def added_names(self) -> list[str]:
         """Returns names or patterns of the columns that are added."""
@@ -100,12 +114,9 @@ class FeatureJoin(_Source):
             )  # fmt: skip
         if self.lag_days and self.day_column is None:
             raise ConfigError(self.place, "`day_column` with `lag_days`", "none", "Name the column of the day.")
-        if (self.as_of is None) != (self.valid_from is None):
-            raise ConfigError(self.place, "`as_of` together with `valid_from`", "one of them", "Add the other one.")
+        require_both_times(self.place, self.valid_from, self.as_of, self.delay_seconds)
         if self.as_of is not None and self.day_column is not None:
             raise ConfigError(self.place, "`day_column` or `as_of`", "both", "Leave out one.")
-        if self.delay_seconds and self.as_of is None:
-            raise ConfigError(self.place, "`as_of` with `delay_seconds`", "none", "Name the column of the rows' time.")
         return self
 
     @property

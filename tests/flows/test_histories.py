@@ -158,5 +158,8 @@ def test_a_log_of_the_labels_needs_a_delay(logs):
     for features in ({"joined": [versions]}, {"histories": [own]}):
         with pytest.raises(ConfigError, match=r"expected 1 or more, because it has the labels"):
             load(given | {"features": CONFIG["features"] | features})
+    looked_up = {**versions, "path": outcomes["path"]}
+    with pytest.raises(ConfigError, match=r"delay_seconds of source\.lookups .*: expected 1 or more"):
+        load(given | {"source": given["source"] | {"lookups": [looked_up]}, "features": CONFIG["features"]})
     without = {"generator": {}, "outcomes": {}, "day_column": "event_time"}
     load(given | {"source": without, "features": CONFIG["features"] | {"histories": [own | {"columns": "num"}]}})

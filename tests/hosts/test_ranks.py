@@ -89,7 +89,7 @@ def test_ranks_on_two_hosts_without_a_common_folder_train_as_processes_of_one(
 def test_a_training_in_lanes_outlives_a_host(
     fate: str, make_network: Callable[[], Network], rank_spec: Callable[..., RankSpec], tmp_path: Path
 ) -> None:
-    """It goes on with fewer ranks, or on the host that replaces it, and ends with the weights of an undisturbed one."""
+    """It continues with fewer ranks, or on the host that replaces it. The weights are those of an undisturbed one."""
     pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
     settings: dict[str, Any] = SETTINGS | {"lanes": 4, "checkpoint_async": False}
     expected = completed(rank_spec(tmp_path / "undisturbed", **settings | {"world_size": 1})).result
@@ -116,7 +116,7 @@ def test_a_training_in_lanes_outlives_a_host(
     assert found["world_size"] == (1 if fate == "lost" else 2)
     assert [one["event"] for one in said if one.get("event") == "resumed"] == ["resumed"]
     warned = [one["text"] for one in said if one.get("event") == "warning"]
-    less = "the cluster has no room for 2 ranks: training goes on with 1"
+    less = "the cluster has no room for 2 ranks: training continues with 1"
     assert warned == ([less] if fate == "lost" else [])
     for name in ("weights_sha256", "valid_ne", "steps", "rows"):
         assert found[name] == expected[name]

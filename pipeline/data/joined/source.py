@@ -117,13 +117,14 @@ class FeatureSource:
         self.raw = self._raw_schema()
         own = [name for name in self.raw.names if not pa.types.is_null(self.raw.field(name).type)]
         named = [self.source.day_column, self.source.time]
-        for name in [*self.source.on, *(one for one in named if one is not None), *self.source.columns]:
+        needed = [*self.source.on, *(one for one in named if one is not None)]
+        for name in [*needed, *self.source.columns]:
             if name in self.raw.names and name not in own:
                 raise DataError(
                     f"{pinned.where}, column '{name}'", "a value in some row, which tells its type", "none",
                     "Write it with a type, such as Parquet's.",
                 )  # fmt: skip
-        for name in [*self.source.on, *(one for one in named if one is not None)]:
+        for name in needed:
             if name not in own:
                 raise unknown_column(f"{pinned.where}, column", name, own)
         if self.source.time is not None:
@@ -157,9 +158,8 @@ class FeatureSource:
         """Returns the events that the filter keeps. It compares values as the warehouse stores them."""
         if self.keep is None:
             return batch
-        kinds = {name: stored_type(f"{self.pinned.where}, where", batch.column(name).type) for name in self.compared}
-        compared = [to_stored_form(batch.column(name), kind) for name, kind in kinds.items()]
-        numbered = pa.RecordBatch.from_arrays([*compared, pa.array(np.arange(len(batch)))], [*kinds, PLACE])
+        compared = [to_stored_form(batch.column(name), kind) for name, kind in self.compared.items()]
+        numbered = pa.RecordBatch.from_arrays([*compared, pa.array(np.arange(len(batch)))], [*self.compared, PLACE])
         return batch.take(keep_rows(numbered, self.keep, [PLACE]).column(PLACE))
 
     def _added_schema(self) -> pa.Schema:
@@ -177,10 +177,10 @@ class FeatureSource:
         made = self.source.made(list(self.added))
         return pa.schema([(name, pa.int64() if of is None else pa.float64()) for name, (of, _, _) in made.items()])
 
-    def _open_filter(self) -> tuple[list[str], pc.Expression | None]:
-        """Returns the columns that the filter of events compares, and the filter."""
+    def _open_filter(self) -> tuple[dict[str, pa.DataType], pc.Expression | None]:
+        """Returns the columns that the filter of events compares, with their stored types, and the filter."""
         if isinstance(self.source, FeatureJoin) or self.source.where is None:
-            return [], None
+            return {}, None
         text = self.source.where
         for name in (names := compared_columns(parse_filter(text))):
             if name not in self.raw.names:
@@ -188,8 +188,7 @@ class FeatureSource:
         kinds = {name: stored_type(f"{self.pinned.where}, where", self.raw.field(name).type) for name in names}
         schema = to_filter_schema(map(pa.field, *zip(*kinds.items(), strict=True)))
         check_filter(text, schema)
-        keep, compared = make_mask(parse_filter(text), schema)
-        return compared, keep
+        return kinds, make_mask(parse_filter(text), schema)[0]
 
     def days(self) -> dict[datetime.date, str]:
         """Returns day -> a hash that changes with the rows that join to it. Empty for a source without days."""

@@ -210,7 +210,7 @@ def fit_group(spec: RankSpec, emit: Callable[[dict[str, Any]], None]) -> RankSpe
     there, wanted = dist.get_world_size(), spec.training.world_size
     if there == wanted:
         return spec
-    emit({"event": "warning", "text": f"the cluster has no room for {wanted} ranks: training goes on with {there}"})
+    emit({"event": "warning", "text": f"the cluster has no room for {wanted} ranks: training continues with {there}"})
     spec = spec.model_copy(update={"training": spec.training.model_copy(update={"world_size": there})})
     plans = [plan_placement(spec, measure_uses(spec)).placement if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(plans)

@@ -35,7 +35,7 @@ STORE_BYTES = 128 << 20
 """Object store of a temporary cluster. Ranks keep nothing there."""
 MEETING_SECONDS = 1_800
 ROOM_SECONDS = 60.0
-"""Time for a lost node to be replaced, before a training that may do so goes on with fewer ranks."""
+"""Time for a lost node to be replaced. After it, a training with `least_ranks` continues with fewer."""
 LESS_ROOM_SECONDS = 5.0
 """Time for Ray to find room for a smaller number of ranks. By then it has noticed that a node is gone."""
 

@@ -3,12 +3,11 @@
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.errors import TrainingError
 from pipeline.training.state import checkpoint
@@ -18,26 +17,17 @@ from pipeline.training.state.checkpoints import StoredCheckpoints
 from storage import objects
 from storage.artifacts import sha256
 from storage.objects import ObjectFolder
-from tests.objects import Store, serving_objects
+from tests.objects import Store
+from tests.pipeline.training.state.test_checkpoints import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
 TAKEN = r"^checkpoints in s3://logs/.*: expected no other writer, got another training or attempt, which has taken"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with serving_objects(tmp_path_factory.mktemp("store")) as one:
-        yield one
 
 
 @pytest.fixture
 def address(store: Store, request: pytest.FixtureRequest) -> str:
     name = "".join(one if one.isalnum() else "-" for one in request.node.name)
     return f"s3://{store.bucket}/{name}"
-
-
-def tensors(seed: int) -> dict[str, Any]:
-    return {"model/weight": torch.randn(40, 3, generator=torch.Generator().manual_seed(seed))}
 
 
 def save(kept: StoredCheckpoints, name: str, seed: int) -> None:

@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,10 @@ from pipeline.training.state.checkpoint_index import INDEX
 from pipeline.training.state.checkpoints import StoredCheckpoints
 from storage.errors import StorageError
 from storage.objects import ObjectFolder
-from tests.objects import Store, serving_objects
+from tests.objects import Store
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
 IDENTITY = {"plan": "a"}
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    with serving_objects(tmp_path_factory.mktemp("store")) as one:
-        yield one
 
 
 @pytest.fixture
