@@ -6,10 +6,9 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from pipeline.data.columns import MOST_WEIGHT, NAME, TRAILING_DAYS, Names
+from pipeline.data.columns import MOST_SECONDS, MOST_WEIGHT, NAME, TRAILING_DAYS, Names, require_both_times
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
-from pipeline.transforms.joins import MOST_SECONDS, require_both_times
 from storage.config import DAY, TableConfig, WarehouseConfig
 
 WEIGHT = "sample_weight"

@@ -7,20 +7,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
-from pipeline.data.columns import Names
+from pipeline.data.columns import MOST_SECONDS, Names, require_both_times
 from pipeline.data.filters import check_filter
 from pipeline.errors import ConfigError
-
-MOST_SECONDS = 100 * 365 * 86_400
-"""Longest delay and window."""
-
-
-def require_both_times(where: str, valid_from: str | None, as_of: str | None, delay_seconds: int) -> None:
-    """Refuses the time of a source without that of the rows, the opposite, and a delay without them."""
-    if (as_of is None) != (valid_from is None):
-        raise ConfigError(where, "`as_of` together with `valid_from`", "one of them", "Add the other one.")
-    if delay_seconds and as_of is None:
-        raise ConfigError(where, "`as_of` with `delay_seconds`", "none", "Name the column of the rows' time.")
 
 
 def share_files(*paths: str | tuple[str, ...] | None) -> bool:
