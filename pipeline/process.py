@@ -33,6 +33,9 @@ LIBRARY_ENVIRONMENT = {
     **KEPT_MEMORY,
 }
 """Variables that libraries read when a rank or a worker loads them."""
+LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
+"""System settings of a Ray cluster that a training or a service starts for itself. At Ray's niceness, 15, a process
+gets 3 % of a busy processor. The processes that Ray starts in advance lack our environment and are never used."""
 
 
 def limit_threads(threads: int) -> dict[str, str]:

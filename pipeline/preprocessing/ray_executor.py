@@ -39,7 +39,7 @@ from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.transport import wire
 from pipeline.preprocessing.transport.places import NetworkSettings, is_loopback
 from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.process import PACKAGES, kill_process, process_start
+from pipeline.process import LOCAL_RAY, PACKAGES, kill_process, process_start
 from pipeline.sealed import Letterbox, seal
 from storage.scratch import ScratchFolder
 
@@ -210,7 +210,7 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
         object_store_memory=max(OBJECT_STORE_SHARE * config.memory, SMALLEST_STORE_BYTES),
         runtime_env={"env_vars": VARIABLES | {"PYTHONPATH": str(PACKAGES)}},
         _temp_dir=temporary,
-        _system_config={"worker_niceness": 0},  # at Ray's 15 a worker gets 3 % of a busy processor
+        _system_config=LOCAL_RAY,
         **QUIET,
     )
 

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Mapping
 
+from pipeline.process import LOCAL_RAY
 from tests.hosts.rig import Host, Network
 
 PORT = 6379
@@ -25,8 +26,7 @@ class Cluster:
         self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
         self.head = network.add("head")
         self.address = f"{self.head.address}:{PORT}"
-        # Ray's default niceness, 15, starves workers on a busy machine
-        system = ["--include-dashboard=false", "--system-config", json.dumps({"worker_niceness": 0})]
+        system = ["--include-dashboard=false", "--system-config", json.dumps(LOCAL_RAY)]
         self._start(self.head, ["--head", f"--port={PORT}", "--num-cpus=0", *system])
         self.nodes: dict[str, Host] = {}
         for name, own in resources.items():
@@ -41,6 +41,10 @@ class Cluster:
     def run(self, module: str, *words: str, timeout: float = 600) -> str:
         """Runs a module of ours on the head, connected to the cluster, and returns what it printed."""
         return self.head.run([sys.executable, "-m", module, *words], self.environment, timeout)
+
+    def close(self) -> None:
+        """Ends it with its hosts."""
+        self.head.network.close()
 
     def _start(self, host: Host, words: list[str]) -> None:
         host.run([*START, f"--node-ip-address={host.address}", *words], self.environment, timeout=240)

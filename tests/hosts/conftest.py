@@ -18,9 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Network]]:
-    """() -> a network, which ends with the tests."""
+    """() -> a network, which ends with the file's tests: an idle Ray cluster takes a tenth of a processor for a node."""
     reason = why_no_hosts()
     if reason is not None:
         pytest.skip(reason)
@@ -35,7 +35,7 @@ def make_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
         network.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(make_network: Callable[[], Network]) -> Cluster:
     """A Ray cluster of a head and two nodes. `one` has the resource `cpu_host`, `two` has `gpu_host`, both `place`."""
     pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")

@@ -5,6 +5,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ SERVED = (sys.executable, "-W", "ignore", "-m", "tests.hosts.served")
 def cluster(make_network: Callable[[], Network]) -> Iterator[Cluster]:
     """A cluster for one test: a host of it is lost."""
     pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
-    made = Cluster(make_network(), secrets.token_hex(16), {"one": {"place": 2}, "two": {"place": 1}})
-    yield made
-    made.head.network.close()
+    with closing(Cluster(make_network(), secrets.token_hex(16), {"one": {"place": 2}, "two": {"place": 1}})) as made:
+        yield made
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +98,19 @@ def test_a_training_in_lanes_outlives_a_host(
     spec = rank_spec(tmp_path / "run", **settings | places)
     path = tmp_path / "given.json"
     path.write_text(spec.model_dump_json())
-    cluster = Cluster(make_network(), secrets.token_hex(16), {"one": {"place": 1}, "two": {"place": 1}})
-    words = [sys.executable, "-m", "tests.hosts.ray_ranks", str(path), cluster.address]
     said: list[dict[str, Any]] = []
-    with cluster.head.start(words, cluster.environment, stdout=subprocess.PIPE, text=True) as training:
-        try:
-            for line in training.stdout:
-                if not line.startswith("{"):  # Ray says that a node is gone
-                    continue
-                said.append(json.loads(line))
-                if said[-1].get("event") == "saved" and "two" in cluster.nodes:
-                    cluster.nodes.pop("two").kill()
-                    if fate == "replaced":
-                        cluster.add("three", {"place": 1})
-        finally:
-            training.kill()
+    with closing(Cluster(make_network(), secrets.token_hex(16), {"one": {"place": 1}, "two": {"place": 1}})) as cluster:
+        words = [sys.executable, "-m", "tests.hosts.ray_ranks", str(path), cluster.address]
+        training = cluster.head.start(words, cluster.environment, stdout=subprocess.PIPE, text=True)
+        for line in training.stdout:
+            if not line.startswith("{"):  # Ray says that a node is gone
+                continue
+            said.append(json.loads(line))
+            if said[-1].get("event") == "saved" and "two" in cluster.nodes:
+                cluster.nodes.pop("two").kill()
+                if fate == "replaced":
+                    cluster.add("three", {"place": 1})
+    training.wait()
     found = said[-1]
     assert found["world_size"] == (1 if fate == "lost" else 2)
     assert [one["event"] for one in said if one.get("event") == "resumed"] == ["resumed"]

@@ -125,6 +125,11 @@ class Run:
         self.spec, self.result, self.events, self.folder = spec, result, events, Path(spec.folder)
         self.weights = load_file(self.folder / "weights.safetensors")
 
+    @property
+    def begun(self) -> Event:
+        """What rank 0 says as it begins. On a slow machine, signs of life come before."""
+        return next(event for event in self.events if event["event"] == "start")
+
     def metric(self, name: str) -> dict[int, float]:
         """Step -> value."""
         found = [event for event in self.events if event["event"] == "metrics" and name in event["metrics"]]

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import ConfigError, ContractError, TrainingError, from_wire, to_wire
-from pipeline.process import LIBRARY_ENVIRONMENT, PACKAGES
+from pipeline.process import LIBRARY_ENVIRONMENT, LOCAL_RAY, PACKAGES
 from pipeline.training.launch.processes import (
     POLL_SECONDS,
     Event,
@@ -322,7 +322,7 @@ def _cluster(address: str | None, processors: int) -> Iterator[None]:
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
                 runtime_env={"env_vars": variables}, _temp_dir=temporary.name, _node_ip_address="127.0.0.1",
-                _system_config={"worker_niceness": 0}, **quiet,  # Ray's default, 15, starves ranks on a busy machine
+                _system_config=LOCAL_RAY, **quiet,
             )  # fmt: skip
         yield
     finally:

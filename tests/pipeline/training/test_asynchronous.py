@@ -184,7 +184,8 @@ def test_no_rank_waits_for_another(rank_spec: Callable[..., RankSpec], tmp_path:
 
     result = run(rank_spec(tmp_path, sync="hogwild", **LONG), handle)
     assert (result["steps"], result["rows"]) == (131, 2081)
-    assert {row["sharding"] for row in events[0]["plan"]} == {"shared"}
+    begun = next(event for event in events if event["event"] == "start")
+    assert {row["sharding"] for row in begun["plan"]} == {"shared"}
     kept = checkpoint.read_progress(tmp_path / "checkpoints" / "step-0000000131")
     assert kept["first_sight"]["rows"] == 2081
     exported = load_file(tmp_path / "weights.safetensors")

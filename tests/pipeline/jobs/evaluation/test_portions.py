@@ -23,6 +23,7 @@ from pipeline.jobs.evaluation.portions import Comparison, RowScorer, evaluate_po
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
+from pipeline.process import LOCAL_RAY
 from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel
 from storage.reader import DAY
@@ -72,7 +73,10 @@ def cluster() -> Iterator[Any]:
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     patch.setattr(portions, "LEAST_CLUSTER_VALUES", 1)
     store = {"object_store_memory": 128 << 20}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **store})
+    made = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": LOCAL_RAY, **store},
+    )
     for name in ("one", "two"):
         made.add_node(num_cpus=1, resources={name: 1}, **store)
     yield made

@@ -119,7 +119,7 @@ def test_result_of_a_training(undisturbed: Run) -> None:
     assert undisturbed.metric("valid_ne")[result["best_step"]] == result["valid_ne"]
     assert result["weights_sha256"] == hash_weights(undisturbed.weights)
     assert result["ne_progressive"] < undisturbed.metric("train_ne_progressive")[2]
-    first, second = undisturbed.events[0]["plan"]
+    first, second = undisturbed.begun["plan"]
     assert {first["sharding"], second["sharding"]} == {"table_wise"}
     assert sorted(first["ranks"] + second["ranks"]) == [0, 1]
     assert sorted(path.name for path in (undisturbed.folder / "checkpoints").iterdir()) == [
@@ -142,12 +142,12 @@ def test_two_ranks_equal_one(undisturbed: Run, alone: Run) -> None:
 
 
 def test_ranks_say_which_code_they_run(alone: Run) -> None:
-    assert alone.events[0]["code"] == read_code().model_dump()
+    assert alone.begun["code"] == read_code().model_dump()
 
 
 @pytest.mark.slow
 def test_row_wise_equals_table_wise(by_rows: Run, alone: Run) -> None:
-    assert {row["sharding"] for row in by_rows.events[0]["plan"]} == {"row_wise"}
+    assert {row["sharding"] for row in by_rows.begun["plan"]} == {"row_wise"}
     close(alone, by_rows)
 
 
