@@ -71,7 +71,7 @@ def test_ranks_of_ray_train_like_processes(
 def test_ranks_end_with_the_process_that_has_their_connection(
     rank_spec: Callable[..., RankSpec], tmp_path: Path
 ) -> None:
-    """Workers on Ray have this process's. tests/hosts has a training that ends well."""
+    """Workers on Ray have this process's. Our errors arrive unchanged. tests/hosts has a training that ends well."""
     before = children()
     spec = rank_spec(tmp_path / "ray", **SETTINGS)
     assert spec.valid is not None
@@ -87,17 +87,8 @@ def test_ranks_end_with_the_process_that_has_their_connection(
     with Service({"train": spec.train, "valid": spec.valid}, preprocessing, tmp_path / "service") as service:
         with pytest.raises(TrainingError, match=r"the ranks' connection to Ray: .*, got SIGKILL"):
             start(spec.model_copy(update={"service": service.address}), handle, restart_limit=0)
-        with pytest.raises(ContractError, match=r"training\.max_steps: expected 100 steps, got rows for 14"):
+        with pytest.raises(ContractError) as caught:
             start(rank_spec(tmp_path / "short", world_size=1, max_steps=100), print)
-    assert not left(before)
-
-
-@needs_ray
-@pytest.mark.slow
-def test_our_errors_arrive_unchanged(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
-    before = children()
-    with pytest.raises(ContractError) as caught:
-        start(rank_spec(tmp_path, world_size=1, max_steps=100), print)
     assert str(caught.value) == (
         "training.max_steps: expected 100 steps, got rows for 14. Raise epochs, or lower max_steps."
     )
