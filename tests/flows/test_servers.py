@@ -256,7 +256,7 @@ def until(happened: Callable[[], Any], seconds: float = 240.0) -> Any:
         with suppress(TimeoutError):  # the server is busy
             if found := happened():
                 return found
-        time.sleep(0.2)
+        time.sleep(1.0)  # each question costs the server a tenth of a second
     raise AssertionError("it did not come")
 
 
