@@ -179,14 +179,23 @@ class ObjectFolder:
         return sorted(info.path.removeprefix(f"{root}/") for info in found if info.type == pa_fs.FileType.File)
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a small file. None: there is none."""
-        with self._asking() as (store, root):
-            try:
+        """Returns the content of a small file. None: there is none.
+
+        pyarrow asks for the length first. If the file is replaced before the bytes come, it returns a part of them, or
+        more, of which the rest is rubbish. So boto3 asks where it can, and else the file is read until two reads agree.
+        """
+        client = _s3_client(self.address, self.properties)
+        if client is not None:
+            return _read_s3(client, f"{self.address}/{name}")[0]
+        last: bytes | None = None
+        with self._asking() as (store, root), suppress(FileNotFoundError):
+            while True:
                 with store.open_input_stream(f"{root}/{name}") as file:
                     content: bytes = file.read()
+                if content == last:
                     return content
-            except FileNotFoundError:
-                return None
+                last = content
+        return None
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a small file, or replaces it."""
@@ -345,6 +354,20 @@ def _boto3_client(properties: tuple[tuple[str, str], ...]) -> Any:
     return client if "IfMatch" in known else None  # since 1.35.69
 
 
+def _read_s3(client: Any, address: str) -> tuple[bytes | None, str]:
+    """Returns the content of an object and its ETag, or None and an empty text if there is none."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    bucket, _, key = address.partition("://")[2].partition("/")
+    try:
+        answer = client.get_object(Bucket=bucket, Key=key)
+        return answer["Body"].read(), answer["ETag"]
+    except client.exceptions.NoSuchKey:
+        return None, ""
+    except (BotoCoreError, ClientError) as error:
+        raise _unreachable(f"address '{address}'", error) from error
+
+
 def _swap_s3(client: Any, address: str, before: bytes | None, content: bytes) -> bool:
     """See `ObjectFolder.swap`."""
     from botocore.exceptions import BotoCoreError, ClientError
@@ -352,14 +375,11 @@ def _swap_s3(client: Any, address: str, before: bytes | None, content: bytes) ->
     bucket, _, key = address.partition("://")[2].partition("/")
     try:
         for attempt in range(SWAPS):
-            try:
-                answer = client.get_object(Bucket=bucket, Key=key)
-                tag = answer["ETag"] if attempt % 2 == 0 else answer["ETag"].strip('"')  # Ceph 16 wants no quotes
-                found, condition = answer["Body"].read(), {"IfMatch": tag}
-            except client.exceptions.NoSuchKey:
-                found, condition = None, {"IfNoneMatch": "*"}
+            found, tag = _read_s3(client, address)
             if found != before:
-                return bool(found == content)
+                return found == content
+            tag = tag if attempt % 2 == 0 else tag.strip('"')  # Ceph 16 wants no quotes
+            condition = {"IfNoneMatch": "*"} if found is None else {"IfMatch": tag}
             try:
                 client.put_object(Bucket=bucket, Key=key, Body=content, **condition)
                 return True

@@ -184,6 +184,27 @@ class Cut(Gateway):
         super()._answer(status, body, headers)
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_the_old_or_the_new_one(store: Store) -> None:
+    folder, contents = ObjectFolder("s3://logs/replaced", store.properties), [b"a" * 1_000, b"b" * 3_000]
+    folder.write("file", contents[0])
+    ended = threading.Event()
+
+    def replace() -> None:
+        client, number = store.client(), 0
+        while not ended.is_set():
+            number = 1 - number
+            client.put_object(Bucket=store.bucket, Key="replaced/file", Body=contents[number])
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        found = [folder.read("file") for _ in range(100)]
+    finally:
+        ended.set()
+        writer.join()
+    assert {content for content in found if content is not None} == set(contents)
+
+
 def test_a_write_whose_answer_was_lost_is_not_taken_for_that_of_another(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
