@@ -90,10 +90,11 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
-    """This process as a group of one rank."""
+    """This process as a group of one rank. Processes that it starts later must not meet where it did."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("DLRM_MEETING", str(tmp_path_factory.mktemp("meeting") / "store"))
-        yield start_group(TrainConfig(world_size=1, device=DEVICE), 0)
+        device = start_group(TrainConfig(world_size=1, device=DEVICE), 0)
+    yield device
     dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)

@@ -83,8 +83,7 @@ class Host:
         """
         enter = ["nsenter", f"--target={self.pid}", "--net", "--pid", "--mount", "--uts", "--ipc"]
         command = [*enter, "env", f"--chdir={ROOT}", *argv]
-        own = {name: value for name, value in os.environ.items() if name != "DLRM_MEETING"}  # of the tests' own group
-        return subprocess.Popen(command, env=own | dict(env or {}), stdin=subprocess.DEVNULL, **options)
+        return subprocess.Popen(command, env=os.environ | dict(env or {}), stdin=subprocess.DEVNULL, **options)
 
     def kill(self) -> None:
         """Ends all processes of the host at once, as a power failure does."""

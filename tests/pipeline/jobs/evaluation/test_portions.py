@@ -1,6 +1,7 @@
 """Portions of the evaluation rows have the same sums wherever they are scored."""
 
 import importlib.util
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -92,6 +93,7 @@ def evaluate(
     )
     fragments = Worker(comparison.spec).fragments()
     progress: Any = lambda what, done, total: on_progress(done)  # noqa: E731
+    shutil.rmtree(comparison.groups, ignore_errors=True)  # of a test that made no report
     return evaluate_portions(workspace, comparison, fragments, sum(one.rows for one in fragments), progress)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,8 +31,12 @@ def start(spec: RankSpec, on_event: Callable[[Event], object], restart_limit: in
 
 def children() -> list[psutil.Process]:
     """Returns the processes below this one, fork servers excepted: these stay for the next training."""
-    found = psutil.Process().children(recursive=True)
-    return [one for one in found if one.name().startswith("dlrm") or "pipeline.forkserver" not in one.cmdline()]
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if one.name().startswith("dlrm") or "pipeline.forkserver" not in one.cmdline():
+                found.append(one)
+    return found
 
 
 def left(before: list[psutil.Process]) -> list[psutil.Process]:
