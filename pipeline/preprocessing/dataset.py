@@ -1,11 +1,11 @@
 """DataSpec: the rows of one dataset and how they are transformed. Counts the rows and fits the plan to them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.data.joined.reader import open_reader
+from pipeline.data.joined.reader import FeatureJoinReader, open_reader
 from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection
 from pipeline.errors import DataError
@@ -74,6 +74,17 @@ def count_rows(spec: DataSpec, warehouse: Warehouse) -> int:
     if spec.selection.exact:
         return warehouse.count_rows(spec.snapshot, spec.selection.days)
     return sum(part.num_rows for part in _read_tables(spec, warehouse, [spec.label]))
+
+
+def sort_sources(spec: DataSpec, warehouse: Warehouse, say: Callable[[str], object]) -> None:
+    """Sorts the feature sources that the rows read as of their time, unless that is done.
+
+    Args:
+        say: Gets lines about it.
+    """
+    reader = open_reader(warehouse, spec.snapshot, spec.columns, spec.selection.expression(), spec.joined)
+    if isinstance(reader, FeatureJoinReader):
+        reader.sort_sources(say)
 
 
 def fit_plan(spec: DataSpec, warehouse: Warehouse) -> Plan:

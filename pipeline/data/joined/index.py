@@ -1,7 +1,7 @@
 """Finds rows of a feature source by key, and by key and time."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,30 +24,42 @@ class KeyIndex:
     """
 
     def __init__(self, keys: Sequence[pa.Array], values: Sequence[pa.Array], where: str) -> None:
-        present = _present(keys)  # a row without a key matches no row
-        if not pc.all(present).as_py():
-            keys, values = [key.filter(present) for key in keys], [value.filter(present) for value in values]
-        hashes = _hashes(keys)
-        self.order = np.argsort(hashes, kind="stable")
+        there = present(keys)  # a row without a key matches no row
+        if not pc.all(there).as_py():
+            keys, values = [key.filter(there) for key in keys], [value.filter(there) for value in values]
+        hashes = hash_keys(keys)
+        self.order: Places | None = np.argsort(hashes, kind="stable")
         self.hashes, self.keys, self.values = hashes[self.order], list(keys), list(values)
         starts = np.flatnonzero(np.diff(self.hashes, prepend=~self.hashes[:1]) != 0) if len(hashes) else np.zeros(0)
         self.most = int(np.diff(starts, append=len(hashes)).max(initial=0))
         if self.most > 1:
-            self._refuse_repeated(where)
+            self._refuse_repeated(self.order, where)
+
+    @classmethod
+    def of_sorted(cls, hashes: npt.NDArray[np.uint64], keys: Sequence[pa.Array], most: int) -> Self:
+        """Returns an index of distinct keys that are in the order of their hashes, without values.
+
+        Args:
+            most: At least the number of keys that share a hash.
+        """
+        index = cls.__new__(cls)
+        index.order, index.hashes, index.keys, index.values, index.most = None, hashes, list(keys), [], most
+        return index
 
     @property
     def nbytes(self) -> int:
         """Approximate memory in bytes."""
-        return sum(int(array.nbytes) for array in [*self.keys, *self.values, self.order, self.hashes])
+        order = [] if self.order is None else [self.order]
+        return sum(int(array.nbytes) for array in [*self.keys, *self.values, *order, self.hashes])
 
     def find(self, keys: Sequence[pa.Array]) -> pa.Array:
         """Returns the position of each key's row, or null where there is none."""
         found, missing = np.zeros(len(keys[0]), np.int64), np.ones(len(keys[0]), bool)
         if len(self.hashes):
-            hashes = _hashes(keys)
-            first = np.searchsorted(self.hashes, hashes)
+            first = np.searchsorted(self.hashes, hash_keys(keys))
             for step in range(self.most):  # one step, unless different keys have equal hashes
-                at = self.order[np.minimum(first + step, len(self.order) - 1)]
+                at = np.minimum(first + step, len(self.hashes) - 1)
+                at = at if self.order is None else self.order[at]
                 same = np.ones(len(at), bool)
                 for own, wanted in zip(self.keys, keys, strict=True):
                     equal = pc.fill_null(pc.equal(own.take(pa.array(at)), wanted), False)
@@ -56,11 +68,11 @@ class KeyIndex:
                 missing &= ~same
         return pa.array(found, mask=missing)
 
-    def _refuse_repeated(self, where: str) -> None:
+    def _refuse_repeated(self, order: Places, where: str) -> None:
         equal = self.hashes[1:] == self.hashes[:-1]
         rows = np.flatnonzero(np.append(equal, False) | np.insert(equal, 0, False))
         seen: set[tuple[object, ...]] = set()
-        for place in self.order[rows]:
+        for place in order[rows]:
             key = tuple(column[int(place)].as_py() for column in self.keys)
             if key in seen:
                 shown = ", ".join(f"{value}" for value in key)
@@ -81,47 +93,20 @@ class TimedRows(NamedTuple):
     """Place after the last one that the row sees. Equal to `first`: it sees none."""
 
 
-class TimedIndex:
-    """Rows of a feature source, found by key and time.
+class TimedIndex(NamedTuple):
+    """Rows of a feature source in the order of key and time, found by these."""
 
-    Args:
-        times: int64 [N], microseconds since 1970 in UTC.
-        unique: Whether a key may have each time only once.
-        where: The source as an error names it.
-    Attributes:
-        values: Ordered by key, then by time; of equal times, as given.
-    Raises:
-        DataError: If a key that must not has a time twice.
-    """
-
-    def __init__(
-        self, keys: Sequence[pa.Array], times: pa.Array, values: Sequence[pa.Array], where: str, unique: bool
-    ) -> None:
-        present = _present([*keys, times])  # a row without a key or a time is never found
-        if not pc.all(present).as_py():
-            keys, values = [key.filter(present) for key in keys], [value.filter(present) for value in values]
-            times = times.filter(present)
-        names = [f"{i}" for i in range(len(keys))]
-        distinct = pa.table(list(keys), names).group_by(names, use_threads=False).aggregate([]).combine_chunks()
-        self.keys = KeyIndex([_whole(distinct[name]) for name in names], [], where)
-        numbers = self.keys.find(keys).to_numpy(zero_copy_only=False).astype(np.int64)
-        own = times.to_numpy(zero_copy_only=False)
-        order = np.lexsort((own, numbers))
-        self.times = np.ascontiguousarray(own[order])
-        self.starts = np.zeros(len(distinct) + 1, np.int64)
-        np.cumsum(np.bincount(numbers, minlength=len(distinct)), out=self.starts[1:])
-        self.values = [value.take(pa.array(order)) for value in values]
-        twice = np.flatnonzero((np.diff(self.times) == 0) & (np.diff(numbers[order]) == 0))
-        if unique and len(twice):
-            row = order[twice[0]]
-            key, time = ", ".join(f"{one[row].as_py()}" for one in keys), times.cast(pa.timestamp("us"))[row].as_py()
-            raise DataError(
-                where, "each key once in each microsecond", f"key {key} more than once at {time}", "Remove duplicates."
-            )
+    keys: KeyIndex
+    """Their keys, each once."""
+    times: Places
+    """int64 [N], microseconds since 1970 in UTC."""
+    starts: Places
+    """int64 [keys + 1], the place of each key's first row."""
+    values: list[pa.Array]
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory in bytes."""
+        """Approximate size in bytes."""
         return self.keys.nbytes + int(self.times.nbytes + self.starts.nbytes) + sum(one.nbytes for one in self.values)
 
     def find(self, keys: Sequence[pa.Array], times: pa.Array, delay: int, until: bool) -> TimedRows:
@@ -166,16 +151,14 @@ def cut_lists(values: Sequence[pa.Array], first: Places, end: Places) -> list[pa
     return [pa.LargeListArray.from_arrays(pa.array(offsets), one.take(places)) for one in values]
 
 
-def _hashes(keys: Sequence[pa.Array]) -> npt.NDArray[np.uint64]:
+def hash_keys(keys: Sequence[pa.Array]) -> npt.NDArray[np.uint64]:
+    """Returns a hash of each row's key."""
     return row_hashes([sparse_from_arrow("key", key) for key in keys], 0)
 
 
-def _present(keys: Sequence[pa.Array]) -> pa.Array:
-    there = pc.is_valid(keys[0])
-    for key in keys[1:]:
-        there = pc.and_(there, pc.is_valid(key))
+def present(columns: Sequence[pa.Array]) -> pa.Array:
+    """Tells of each row whether all of its columns have a value."""
+    there = pc.is_valid(columns[0])
+    for column in columns[1:]:
+        there = pc.and_(there, pc.is_valid(column))
     return there
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks or [pa.array([], column.type)])

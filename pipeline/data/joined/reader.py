@@ -1,19 +1,22 @@
 """Reads a pinned snapshot with columns of feature sources joined to its own. Nothing is written."""
 
 import datetime
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.schema import Schema
 
+from pipeline.data.files import fingerprint
 from pipeline.data.filters import parse_filter
 from pipeline.data.joined.index import KeyIndex, TimedIndex, TimedRows, cut_lists
-from pipeline.data.joined.source import FeatureSource, PinnedSource, added_columns, to_filter_schema
-from pipeline.data.joined.stored import MICROS, key_type, to_key_form, to_micros, to_numbers
+from pipeline.data.joined.sorting import MANIFEST, SortedLayout, open_sorted
+from pipeline.data.joined.source import FeatureSource, PinnedSource, SourceRows, added_columns, to_filter_schema
+from pipeline.data.joined.stored import MICROS, to_key_form, to_micros, to_numbers
 from pipeline.transforms.joins import EventWindow, FeatureJoin, History
 from pipeline.transforms.kernels.histories import sum_values
 from storage.reader import Fragment, SnapshotReader, SnapshotRef, compared_columns, keep_rows, make_mask
@@ -21,10 +24,8 @@ from storage.warehouse import Warehouse
 
 CACHE_BYTES = 256 << 20
 """Size of the days of a feature source that a process caches. The newest day is cached at any size."""
-
-
-_SHARED: WeakValueDictionary[str, TimedIndex] = WeakValueDictionary()
-"""What is read -> its index. Readers of one process share it: of each part of the rows, and of several histories."""
+SORTED = "sorted"
+"""Folder of the warehouse's home for sources that are read as of a time."""
 
 
 class SourceColumns:
@@ -91,37 +92,48 @@ class SourceColumns:
                 found.append(pa.array(total / np.maximum(numbers, 1), mask=numbers == 0))
         return found
 
-    def _content(self) -> str:
-        """Returns what decides the content of an index by time."""
-        pinned, source = self.source.pinned, self.source.source
-        where = None if isinstance(source, FeatureJoin) else source.where
-        columns = [self.source.added[name] for name in self.loaded]
-        read = (source.on, source.time, where, columns, type(source).__name__, f"{self.source.warehouse.home}")
-        return f"{(pinned.files, pinned.stamps, pinned.snapshot, *read)}"
-
-    def load_day(self, day: datetime.date | None) -> "KeyIndex | TimedIndex":
+    def load_day(self, day: datetime.date | None) -> KeyIndex | TimedIndex:
         """Returns the rows of a day, from the cache if possible."""
-        shared = self._content()
-        if self.as_of is not None and day not in self.cache and (found := _SHARED.get(shared)) is not None:
-            self.cache[day] = found
         if day not in self.cache:
-            source, names = self.source, self.loaded
-            parts = list(source.rows(day, names))
-            kinds = [key_type("key", source.raw.field(name).type) for name in self.on]
-            keys = [_concatenate([part.keys[i] for part in parts], kind) for i, kind in enumerate(kinds)]
-            fields = [source.kinds[name] for name in names]
-            values = [_concatenate([part.values[i] for part in parts], kind) for i, kind in enumerate(fields)]
-            where = source.pinned.where if day is None else f"{source.pinned.where}, day {day}"
-            if self.as_of is None:
-                self.cache[day] = KeyIndex(keys, values, where)
-            else:
-                times = _concatenate([part.times for part in parts if part.times is not None], pa.int64())
-                values = [to_numbers(value) for value in values] if isinstance(source.source, EventWindow) else values
-                unique = isinstance(source.source, FeatureJoin)
-                self.cache[day] = _SHARED[shared] = TimedIndex(keys, times, values, where, unique)
+            self.cache[day] = self._read_day(day) if self.as_of is None else self._open_timed()
             while len(self.cache) > 1 and sum(index.nbytes for index in self.cache.values()) > CACHE_BYTES:
                 self.cache.pop(next(iter(self.cache)))
         return self.cache[day]
+
+    def _read_day(self, day: datetime.date | None) -> KeyIndex:
+        source, names = self.source, self.loaded
+        parts = list(source.rows(day, names))
+        keys = [_concatenate([part.keys[i] for part in parts], kind) for i, kind in enumerate(source.key_kinds)]
+        fields = [source.kinds[name] for name in names]
+        values = [_concatenate([part.values[i] for part in parts], kind) for i, kind in enumerate(fields)]
+        return KeyIndex(keys, values, source.pinned.where if day is None else f"{source.pinned.where}, day {day}")
+
+    def _open_timed(self) -> TimedIndex:
+        source, names = self.source, self.loaded
+        numbers = isinstance(source.source, EventWindow)
+
+        def rows() -> Iterator[SourceRows]:
+            for part in source.rows(None, names):
+                yield part._replace(values=list(map(to_numbers, part.values))) if numbers else part
+
+        return open_sorted(rows, self.layout, self.sorted_folder, source.pinned.where)
+
+    @property
+    def layout(self) -> SortedLayout:
+        """What the sorted files of a source with times hold."""
+        source = self.source
+        numbers = isinstance(source.source, EventWindow)
+        kinds = [pa.float64() if numbers else source.kinds[name] for name in self.loaded]
+        return SortedLayout(source.key_kinds, kinds, unique=isinstance(source.source, FeatureJoin))
+
+    @property
+    def sorted_folder(self) -> Path:
+        """Their folder. Its name changes with what decides their content."""
+        pinned, source = self.source.pinned, self.source.source
+        where = None if isinstance(source, FeatureJoin) else source.where
+        columns = [self.source.added[name] for name in self.loaded]
+        content = (pinned.files, pinned.stamps, pinned.snapshot, source.on, source.time, where, columns, self.layout)
+        return self.source.warehouse.home / SORTED / fingerprint([f"{one}" for one in content])
 
 
 class FeatureJoinReader:
@@ -179,6 +191,19 @@ class FeatureJoinReader:
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
         """Lists the row groups of the snapshot by day, file and position."""
         return self.inner.fragments(days)
+
+    def sort_sources(self, say: Callable[[str], object]) -> None:
+        """Sorts sources with times, unless that is done, so that no worker has to wait for it.
+
+        Args:
+            say: Gets a line before a source is sorted, and one after it.
+        """
+        for side in self.sides:
+            if side.as_of is not None and not (side.sorted_folder / MANIFEST).exists():
+                where, began = side.source.pinned.where, time.monotonic()
+                say(f"sorting {where} by key and time, once for all trainings that read it as it is now")
+                index = side.load_day(None)
+                say(f"sorted {where}: {index.nbytes / 1e6:,.0f} MB in {time.monotonic() - began:.1f} s")
 
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""

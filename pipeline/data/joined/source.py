@@ -104,6 +104,7 @@ class FeatureSource:
     Attributes:
         added: Name of an added column -> its column in the source. Of a window, the columns that it reads.
         kinds: The same name -> type of its values.
+        key_kinds: Types of the keys in comparable form.
         schema: The added columns.
         bytes_read: Bytes of the columns read so far, compressed.
     Raises:
@@ -127,6 +128,9 @@ class FeatureSource:
         for name in needed:
             if name not in own:
                 raise unknown_column(f"{pinned.where}, column", name, own)
+        self.key_kinds = [
+            key_type(f"{pinned.where}, key '{name}'", self.raw.field(name).type) for name in self.source.on
+        ]
         if self.source.time is not None:
             to_micros(f"{pinned.where}, time '{self.source.time}'", pa.array([], self.raw.field(self.source.time).type))
         reserved = {*self.source.on, *named, DAY}

@@ -26,7 +26,7 @@ from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.training.identity import LEARNED, describe_rows
 from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
-from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
+from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan, sort_sources
 from pipeline.registration.request import check_defaults, columns_of
 from pipeline.registration.tracking import CONFIG, reporting_unreachable
 from pipeline.registration.versions import IDENTITY, find_versions, is_intact
@@ -208,6 +208,7 @@ def make_job(
     rows = {part: _count_part(spec, part, warehouse) for part, spec in data.items()}
     data = {part: spec.model_copy(update={"rows": rows[part]}) for part, spec in data.items()}
     if done is None:
+        sort_sources(data["train"], warehouse, workspace.console.log.info)
         data = _fit_plan(data, folder, warehouse)
     contents = warehouse.day_contents(snapshot)
     days = {f"{day}": contents[day] for part in LEARNED if part in data for day in data[part].selection.days}
@@ -241,6 +242,7 @@ def prepare_rows(workspace: Workspace, snapshot_id: int | None) -> tuple[Snapsho
     snapshot, data = resolve_dataset(workspace, snapshot_id)
     spec = data["train"]
     rows = _count_part(spec, "train", warehouse)
+    sort_sources(spec, warehouse, workspace.console.log.info)
     return snapshot, spec.model_copy(update={"plan": fit_plan(spec, warehouse)}), rows
 
 

@@ -1,6 +1,7 @@
 """Features as of a row's time: against a loop over rows and DuckDB's ASOF join, and never from the row's future."""
 
 import datetime
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 
-from pipeline.data.joined.index import TimedIndex
 from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
-from pipeline.data.joined.source import PinnedSource, pin_sources
+from pipeline.data.joined.sorting import SortedLayout, open_sorted
+from pipeline.data.joined.source import PinnedSource, SourceRows, pin_sources
 from pipeline.data.joined.stored import to_micros
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
@@ -208,11 +209,12 @@ def by_day(log: pa.Table) -> pa.Table:
     return log.append_column("day", days).sort_by([("day", "ascending")])
 
 
+LAYOUT = SortedLayout([pa.int64()], [pa.int64()], unique=False)
 Event = tuple[int, int, int]
 """User, second and item."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)  # each sorts two logs
 @given(
     early=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 9)), max_size=30),
     late=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60), st.integers(0, 9)), max_size=30),
@@ -228,8 +230,10 @@ def test_no_event_at_or_after_the_border_changes_a_row(early, late, other, at, d
     def history(more: list[Event]) -> list[int]:
         every = before + [event for event in more if event[1] >= border]
         users, seconds, items = ([event[i] for event in every] for i in range(3))
-        keys, micros = [pa.array(users, pa.int64())], pa.array([1_000_000 * one for one in seconds], pa.int64())
-        index = TimedIndex(keys, micros, [pa.array(items, pa.int64())], "log", unique=False)
+        micros = pa.array([1_000_000 * one for one in seconds], pa.int64())
+        rows = SourceRows([pa.array(users, pa.int64())], micros, [pa.array(items, pa.int64())])
+        with tempfile.TemporaryDirectory() as folder:
+            index = open_sorted(lambda: iter([rows]), LAYOUT, Path(folder) / "sorted", "log")
         row = [pa.array([1], pa.int64())], pa.array([1_000_000 * at], pa.int64())
         found = index.find(*row, 1_000_000 * delay, until=False)
         return index.values[0].to_pylist()[found.first[0] : found.end[0]]
@@ -277,24 +281,6 @@ def test_filters_compare_values_as_the_warehouse_stores_them(tmp_path, warehouse
         joined = pin_sources([history], tmp_path, warehouse)
         found = read(open_reader(warehouse, snapshot, ["item"], None, joined))
         assert found.column("item").to_pylist() == [expected], text
-
-
-def test_readers_of_a_process_share_an_index(tmp_path, warehouse):
-    random = np.random.default_rng(1)
-    pq.write_table(events(random), tmp_path / "log.parquet")
-    snapshot = stored(warehouse, sample_rows(random))
-    given = {"path": "log.parquet", "on": "user", "time": "time", "as_of": "at", "columns": "item"}
-    histories = [History(**given, last=n, prefix=f"p{n}_", where=w) for n, w in ((1, None), (9, None), (3, "item > 5"))]
-    readers = [
-        open_reader(
-            warehouse, snapshot, ["p1_item", "p9_item", "p3_item"], None, pin_sources(histories, tmp_path, warehouse)
-        )
-        for _ in range(2)
-    ]
-    for reader in readers:
-        read(reader)
-    indexes = [side.cache[None] for reader in readers for side in reader.sides]
-    assert len({id(index) for index in indexes}) == 2
 
 
 def test_times_of_every_kind_are_compared_in_utc():

@@ -169,7 +169,7 @@ def test_types_agree_with_those_that_an_ingest_stores(tmp_path, warehouse):
 
 
 def test_different_keys_with_equal_hashes_do_not_match(monkeypatch):
-    monkeypatch.setattr(index, "_hashes", lambda keys: np.zeros(len(keys[0]), np.uint64))
+    monkeypatch.setattr(index, "hash_keys", lambda keys: np.zeros(len(keys[0]), np.uint64))
     keyed = KeyIndex([pa.array([3, 1, None, 2])], [pa.array(["c", "a", "x", "b"])], "w")
     assert keyed.values[0].take(keyed.find([pa.array([1, 2, 3, 4, None])])).to_pylist() == ["a", "b", "c", None, None]
     with pytest.raises(DataError, match="key 1 more than once"):

@@ -1,0 +1,319 @@
+"""Sorts a feature source by key and time into files, which the processes of a machine map into memory.
+
+The source may be larger than memory: DuckDB sorts it and spills to disk. A process that reads histories then holds no
+log of its own; pages of the files that it needs are in the system's cache, once for all processes.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.data.joined.index import KeyIndex, TimedIndex, hash_keys, present
+from pipeline.data.joined.source import SourceRows
+from pipeline.errors import DataError, StorageError
+from storage.arrow import is_list, is_text
+from storage.query import connect
+from storage.scratch import ScratchFolder
+
+MANIFEST = "sorted.json"
+MEMORY = "25%"
+"""Memory of DuckDB while it sorts, of the machine's."""
+UNUSED_SECONDS = 7 * 86_400
+"""Sorted files that no process has opened for so long are deleted when others are made."""
+BATCH_ROWS = 1 << 20
+PACKED_AT_ONCE = 1 << 26
+"""Bits that are packed at once. A multiple of 8."""
+HASH, TIME, PLACE = "hash", "time", "place"
+
+
+class SortedLayout(NamedTuple):
+    """What sorted files hold."""
+
+    keys: list[pa.DataType]
+    values: list[pa.DataType]
+    unique: bool
+    """Whether a key may have each time only once."""
+
+    @property
+    def columns(self) -> dict[str, pa.DataType]:
+        """Name of a column's files -> its type, keys first."""
+        keys = {f"key{i}": kind for i, kind in enumerate(self.keys)}
+        return keys | {f"value{i}": kind for i, kind in enumerate(self.values)}
+
+
+def open_sorted(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, folder: Path, where: str) -> TimedIndex:
+    """Maps sorted files. The first process to need them makes them from the rows, and others wait for it.
+
+    Args:
+        folder: Of these rows in this layout alone.
+        where: The source as an error names it.
+    Raises:
+        DataError: If a key that must not has a time twice.
+        StorageError: If the rows cannot be sorted.
+    """
+    if not (folder / MANIFEST).exists():
+        with _only_one(folder.parent):
+            if not (folder / MANIFEST).exists():
+                _remove_unused(folder.parent)
+                with ScratchFolder("making-", folder.parent) as partial:
+                    made = Path(partial) / "sorted"
+                    made.mkdir()
+                    _sort(rows, layout, made, Path(partial) / "spill", where)
+                    shutil.rmtree(folder, ignore_errors=True)  # without a manifest: a rest
+                    made.rename(folder)
+    os.utime(folder / MANIFEST)  # it is in use
+    return _map(folder, layout)
+
+
+def _sort(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, made: Path, spill: Path, where: str) -> None:
+    """Writes the files of a source's rows."""
+    import duckdb  # imported here because processes that only map the files need no DuckDB
+
+    schema = pa.schema({HASH: pa.uint64(), TIME: pa.int64(), PLACE: pa.int64(), **layout.columns})
+    failed: list[Exception] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        try:
+            place = 0
+            for part in rows():
+                yield _numbered(part, place, schema)
+                place += len(part.keys[0])
+        except Exception as error:  # DuckDB would only repeat its text
+            failed.append(error)
+            raise
+
+    keys = list(layout.columns)[: len(layout.keys)]
+    wanted, order = ", ".join([HASH, TIME, *layout.columns]), ", ".join([HASH, *keys, TIME, PLACE])
+    query = f"SELECT {wanted} FROM events ORDER BY {order}"
+    with connect([], spill, MEMORY, len(os.sched_getaffinity(0))) as connection:
+        connection.register("events", pa.RecordBatchReader.from_batches(schema, batches()))
+        try:
+            with _Files(made, layout, where) as files:
+                for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
+                    if batch.num_rows:
+                        files.add(batch)
+        except duckdb.Error as error:
+            if failed:
+                raise failed[0] from None
+            reason = f"{error}".split("\n")[0].rstrip(".")
+            remedy = f"Repair them, or make room in memory and below {made.parent.parent}."
+            raise StorageError(where, "rows that DuckDB can sort", reason, remedy) from error
+
+
+def _numbered(part: SourceRows, place: int, schema: pa.Schema) -> pa.RecordBatch:
+    """Returns the rows that have a key and a time: others are never found."""
+    assert part.times is not None
+    rows = len(part.times)
+    columns = [pa.array(hash_keys(part.keys)), part.times, pa.array(np.arange(place, place + rows))]
+    batch = pa.RecordBatch.from_arrays([*columns, *part.keys, *part.values], schema=schema)
+    kept = present([*part.keys, part.times])
+    return batch if pc.all(kept).as_py() else batch.filter(kept)
+
+
+class _Files:
+    """Files of sorted rows, written from start to end.
+
+    Args:
+        where: The source as an error names it.
+    """
+
+    def __init__(self, folder: Path, layout: SortedLayout, where: str) -> None:
+        self.folder, self.where, self.unique = folder, where, layout.unique
+        self.keys = list(layout.columns)[: len(layout.keys)]
+        self.columns = {name: _Column(folder / name, kind) for name, kind in layout.columns.items()}
+        self.numbers = {name: _Column(folder / name, pa.int64()) for name in (TIME, "starts")}
+        self.hashes = _Column(folder / HASH, pa.uint64())
+        self.rows = self.distinct = self.equal = 0
+        self.last: pa.RecordBatch | None = None
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        """Appends rows. They come after those that are there."""
+        own = batch.select([HASH, TIME, *self.keys])
+        begins = self._begins(own if self.last is None else pa.concat_batches([self.last, own]))
+        places = np.flatnonzero(begins if self.last is None else begins[1:])
+        first = own.take(pa.array(places))
+        self.last = own.slice(len(own) - 1)
+        self.hashes.append(first.column(HASH))
+        for name, column in self.columns.items():
+            column.append((first if name in self.keys else batch).column(name))
+        self.numbers[TIME].append(batch.column(TIME))
+        self.numbers["starts"].append(pa.array(places + self.rows))
+        self.rows += len(batch)
+        self.distinct += len(places)
+
+    def _begins(self, rows: pa.RecordBatch) -> npt.NDArray[np.bool_]:
+        """Tells of each row whether it has another key than the one before. The first one has."""
+        hashes, times = (rows.column(name).to_numpy() for name in (HASH, TIME))
+        other = np.ones(len(rows), bool)
+        equal = hashes[1:] == hashes[:-1]
+        same = equal.copy()
+        for name in self.keys:
+            keys = rows.column(name)
+            same &= pc.equal(keys[1:], keys[:-1]).to_numpy(zero_copy_only=False)
+        other[1:] = ~same
+        self.equal += int((equal & ~same).sum())
+        if self.unique:
+            for row in np.flatnonzero(same & (times[1:] == times[:-1]))[:1]:
+                key = ", ".join(f"{rows.column(name)[int(row)].as_py()}" for name in self.keys)
+                found = f"key {key} more than once at {pa.scalar(int(times[row])).cast(pa.timestamp('us')).as_py()}"
+                raise DataError(self.where, "each key once in each microsecond", found, "Remove duplicates.")
+        return other
+
+    def __enter__(self) -> "_Files":
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.numbers["starts"].append(pa.array([self.rows]))
+        for column in [*self.columns.values(), *self.numbers.values(), self.hashes]:
+            column.close()
+        if kind is None:
+            sizes = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())}
+            # Keys with equal hashes follow each other. This bounds how many a look-up may meet.
+            facts = {"rows": self.rows, "distinct": self.distinct, "most": self.equal + 1, "sizes": sizes}
+            with (self.folder / MANIFEST).open("wb") as file:
+                file.write(json.dumps(facts).encode())
+                _keep(file)
+
+
+class _Column:
+    """Files of one column: its values or their ends, and nulls if it has them."""
+
+    def __init__(self, path: Path, kind: pa.DataType) -> None:
+        self.path, self.kind, self.nulls, self.end = path, kind, 0, 0
+        self.items = _Column(_part(path, "items"), kind.value_type) if is_list(kind) else None
+        parts = ["data", "valid"] if not is_list(kind) else ["valid"]
+        self.files = {part: _part(path, part).open("wb") for part in parts}
+        if self.items is not None or is_text(kind):
+            self.files["ends"] = _part(path, "ends").open("wb")
+            self.files["ends"].write(bytes(8))
+
+    def append(self, array: pa.Array) -> None:
+        self.nulls += array.null_count
+        self.files["valid"].write(array.is_valid().cast(pa.uint8()).to_numpy().tobytes())
+        if "ends" not in self.files:
+            self.files["data"].write(_plain(array).tobytes())
+            return
+        length = pc.list_value_length(array) if self.items is not None else pc.binary_length(array)
+        ends = np.cumsum(pc.fill_null(length, 0).to_numpy().astype(np.int64)) + self.end
+        self.files["ends"].write(ends.tobytes())
+        self.end = int(ends[-1]) if len(ends) else self.end
+        if self.items is not None:
+            self.items.append(array.flatten())  # without nulls
+        else:
+            self.files["data"].write(_bytes(array))
+
+    def close(self) -> None:
+        for file in self.files.values():
+            _keep(file)
+            file.close()
+        if self.items is not None:
+            self.items.close()
+        if pa.types.is_boolean(self.kind):
+            _pack(_part(self.path, "data"))
+        if self.nulls:
+            _pack(_part(self.path, "valid"))
+        else:
+            _part(self.path, "valid").unlink()
+
+
+def _bytes(array: pa.Array) -> memoryview:
+    """Returns the bytes of texts one after the other, nulls as empty texts."""
+    filled = pc.fill_null(array.cast(pa.large_string()), "")
+    _, offsets, data = filled.buffers()
+    ends = np.frombuffer(offsets, np.int64) if offsets is not None and offsets.size else np.zeros(1, np.int64)
+    begin, end = int(ends[filled.offset]), int(ends[filled.offset + len(filled)])
+    return memoryview(data if data is not None else b"")[begin:end]
+
+
+def _plain(array: pa.Array) -> npt.NDArray[np.generic]:
+    """Returns the values as numbers of the same width, those of booleans in 8 bits. Nulls are 0."""
+    kind = array.type
+    if pa.types.is_boolean(kind):
+        array = array.cast(pa.uint8())
+    elif pa.types.is_date32(kind):
+        array = array.cast(pa.int32())
+    elif pa.types.is_timestamp(kind):
+        array = array.cast(pa.int64())
+    filled: npt.NDArray[np.generic] = pc.fill_null(array, pa.scalar(0, array.type)).to_numpy(zero_copy_only=False)
+    return filled
+
+
+def _pack(path: Path) -> None:
+    """Replaces a file of bytes by one of bits."""
+    values = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
+    packed = path.with_suffix(".packed")
+    with packed.open("wb") as file:
+        for begin in range(0, len(values), PACKED_AT_ONCE):
+            file.write(np.packbits(values[begin : begin + PACKED_AT_ONCE], bitorder="little").tobytes())
+        _keep(file)
+    packed.rename(path)
+
+
+def _part(path: Path, part: str) -> Path:
+    return path.with_name(f"{path.name}.{part}")
+
+
+def _keep(file: BinaryIO) -> None:
+    """Waits until the disk has the file."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _map(folder: Path, layout: SortedLayout) -> TimedIndex:
+    """Returns the index in the files of a folder."""
+    facts = json.loads((folder / MANIFEST).read_bytes())
+    for name, size in facts["sizes"].items():
+        found = (folder / name).stat().st_size if (folder / name).exists() else "no file"
+        if found != size:
+            raise StorageError(f"{folder / name}", f"{size} bytes", f"{found}", f"Delete {folder}. It is made anew.")
+    keys = len(layout.keys)
+    counts = [facts["distinct"]] * keys + [facts["rows"]] * len(layout.values)
+    columns = [
+        _open(folder / name, kind, count) for (name, kind), count in zip(layout.columns.items(), counts, strict=True)
+    ]
+    hashes, times, starts = (_buffer(_part(folder / name, "data")) for name in (HASH, TIME, "starts"))
+    index = KeyIndex.of_sorted(np.frombuffer(hashes, np.uint64), columns[:keys], facts["most"])
+    return TimedIndex(index, np.frombuffer(times, np.int64), np.frombuffer(starts, np.int64), columns[keys:])
+
+
+def _open(path: Path, kind: pa.DataType, count: int) -> pa.Array:
+    valid = _buffer(_part(path, "valid")) if _part(path, "valid").exists() else None
+    ends = [_buffer(_part(path, "ends"))] if is_list(kind) or is_text(kind) else []
+    if is_list(kind):
+        items = _open(_part(path, "items"), kind.value_type, int(np.frombuffer(ends[0], np.int64)[-1]))
+        return pa.Array.from_buffers(kind, count, [valid, *ends], children=[items])
+    return pa.Array.from_buffers(kind, count, [valid, *ends, _buffer(_part(path, "data"))])
+
+
+def _buffer(path: Path) -> pa.Buffer:
+    if not path.stat().st_size:  # nothing to map
+        return pa.py_buffer(b"")
+    with pa.memory_map(str(path)) as file:
+        return file.read_buffer()
+
+
+def _remove_unused(folder: Path) -> None:
+    """Deletes what no process has opened for long. Processes that still map it keep it until they end."""
+    for manifest in folder.glob(f"*/{MANIFEST}"):
+        if time.time() - manifest.stat().st_mtime > UNUSED_SECONDS:
+            shutil.rmtree(manifest.parent, ignore_errors=True)
+
+
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """Waits until no other process makes files below the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
