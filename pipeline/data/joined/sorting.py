@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -34,7 +34,7 @@ UNUSED_SECONDS = 7 * 86_400
 BATCH_ROWS = 1 << 20
 PACKED_AT_ONCE = 1 << 26
 """Bits that are packed at once. A multiple of 8."""
-HASH, TIME, PLACE = "hash", "time", "place"
+HASH, TIME, PLACE, STARTS = "hash", "time", "place", "starts"
 
 
 class SortedLayout(NamedTuple):
@@ -72,7 +72,8 @@ def open_sorted(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, 
                     _sort(rows, layout, made, Path(partial) / "spill", where)
                     shutil.rmtree(folder, ignore_errors=True)  # without a manifest: a rest
                     made.rename(folder)
-    os.utime(folder / MANIFEST)  # it is in use
+    with suppress(PermissionError):  # another user's
+        os.utime(folder / MANIFEST)  # it is in use
     return _map(folder, layout)
 
 
@@ -132,8 +133,8 @@ class _Files:
         self.folder, self.where, self.unique = folder, where, layout.unique
         self.keys = list(layout.columns)[: len(layout.keys)]
         self.columns = {name: _Column(folder / name, kind) for name, kind in layout.columns.items()}
-        self.numbers = {name: _Column(folder / name, pa.int64()) for name in (TIME, "starts")}
-        self.hashes = _Column(folder / HASH, pa.uint64())
+        numbers = {HASH: pa.uint64(), TIME: pa.int64(), STARTS: pa.int64()}
+        self.numbers = {name: _Column(folder / name, kind) for name, kind in numbers.items()}
         self.rows = self.distinct = self.equal = 0
         self.last: pa.RecordBatch | None = None
 
@@ -144,11 +145,11 @@ class _Files:
         places = np.flatnonzero(begins if self.last is None else begins[1:])
         first = own.take(pa.array(places))
         self.last = own.slice(len(own) - 1)
-        self.hashes.append(first.column(HASH))
+        self.numbers[HASH].append(first.column(HASH))
         for name, column in self.columns.items():
             column.append((first if name in self.keys else batch).column(name))
         self.numbers[TIME].append(batch.column(TIME))
-        self.numbers["starts"].append(pa.array(places + self.rows))
+        self.numbers[STARTS].append(pa.array(places + self.rows))
         self.rows += len(batch)
         self.distinct += len(places)
 
@@ -174,8 +175,8 @@ class _Files:
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        self.numbers["starts"].append(pa.array([self.rows]))
-        for column in [*self.columns.values(), *self.numbers.values(), self.hashes]:
+        self.numbers[STARTS].append(pa.array([self.rows]))
+        for column in [*self.columns.values(), *self.numbers.values()]:
             column.close()
         if kind is None:
             sizes = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())}
@@ -282,7 +283,7 @@ def _map(folder: Path, layout: SortedLayout) -> TimedIndex:
     columns = [
         _open(folder / name, kind, count) for (name, kind), count in zip(layout.columns.items(), counts, strict=True)
     ]
-    hashes, times, starts = (_buffer(_part(folder / name, "data")) for name in (HASH, TIME, "starts"))
+    hashes, times, starts = (_buffer(_part(folder / name, "data")) for name in (HASH, TIME, STARTS))
     index = KeyIndex.of_sorted(np.frombuffer(hashes, np.uint64), columns[:keys], facts["most"])
     return TimedIndex(index, np.frombuffer(times, np.int64), np.frombuffer(starts, np.int64), columns[keys:])
 
@@ -307,6 +308,7 @@ def _remove_unused(folder: Path) -> None:
     """Deletes what no process has opened for long. Processes that still map it keep it until they end."""
     for manifest in folder.glob(f"*/{MANIFEST}"):
         if time.time() - manifest.stat().st_mtime > UNUSED_SECONDS:
+            manifest.unlink()  # first, so that no process takes the rest for whole
             shutil.rmtree(manifest.parent, ignore_errors=True)
 
 
