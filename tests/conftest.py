@@ -23,6 +23,7 @@ from pipeline.training.config import TrainConfig
 set_environment()
 quiet_libraries()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["RAY_AUTH_TOKEN"] = "0123456789abcdef" * 2  # one for all clusters: a process keeps the first that it uses
 forkserver.MOST_SERVERS = 8  # the modules that tests start processes of; each start costs six seconds of CPU
 FORKED = (
     "pipeline.jobs.training.rank",

@@ -78,7 +78,7 @@ def test_a_joined_source_is_read_from_the_store_and_may_not_change_meanwhile(
     (there,) = pin_sources([FeatureJoin(path="s3://logs/users.csv", on="user")], tmp_path, warehouse)
     (here,) = pin_sources([FeatureJoin(path=f"{logs}/users.csv", on="user")], tmp_path, warehouse)
     both = [list(FeatureSource(one, warehouse).rows(None, ["age"])) for one in (there, here)]
-    assert [[value.to_pylist() for value in values] for _, values in both[0]] == [[(np.arange(40) * 1.5).tolist()]]
+    assert [[value.to_pylist() for value in part.values] for part in both[0]] == [[(np.arange(40) * 1.5).tolist()]]
     assert both[0] == both[1]
     source = FeatureSource(there, warehouse)
     store.client().put_object(Bucket=store.bucket, Key="users.csv", Body=b"user,age\n1,2\n")

@@ -260,6 +260,7 @@ def test_fault_15_a_worker_twenty_times_slower(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.preprocessing.transport.source.TRANSFER_SECONDS", 120.0)  # it serves, if slowly
     service = serve(2, **tight)
     slow = workers(service, 2)[0]
     reference = Reference(data, days)

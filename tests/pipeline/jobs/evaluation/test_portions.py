@@ -70,7 +70,6 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     patch.setattr(portions, "LEAST_CLUSTER_VALUES", 1)
     store = {"object_store_memory": 128 << 20}
