@@ -22,6 +22,7 @@ from pipeline.jobs.recurring.backfill import (
     write_days_side_by_side,
 )
 from pipeline.jobs.recurring.day import require_hash_split
+from pipeline.jobs.tables.ingest import ingest_event_tables
 from pipeline.jobs.workspace import Workspace
 
 
@@ -57,6 +58,7 @@ def backfill(
     days = list_days(workspace, start, end, work)
     result: dict[str, Any] = {"status": "skipped", "start": f"{days[0]}", "end": f"{days[-1]}", "days": len(days)}
     if work != "train":
+        ingest_event_tables(workspace, force=False)
         result |= write_days_side_by_side(workspace, days, side_by_side, force)
     if work != "ingest":
         result |= train_in_order(workspace, overrides, list_days_after_first_model(workspace.config.split, days))

@@ -22,7 +22,7 @@ def enrich(
     end: datetime.date | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Backfills the columns of `features.joined` into days of the warehouse table.
+    """Backfills the columns of `features.joined`, and of stored histories and windows, into days of the table.
 
     Commits each day by itself, so the same command resumes an interrupted backfill. Earlier trainings still read the
     old files. After a day is ingested again, backfill it again.

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.conversions import from_bytes
 from pyiceberg.exceptions import (
     CommitFailedException,
     NoSuchTableError,
@@ -53,7 +54,7 @@ from storage.snapshot.files import DayFile, data_files, day_of, refuse_format, r
 from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot
 from storage.snapshot.left_out import LeftOut, ReadCache
 from storage.snapshot.maps import add_keys
-from storage.writer import DataFileWriter, collect_chunks
+from storage.writer import TIMES, DataFileWriter, collect_chunks
 
 _ERRNO = re.compile(r"\[Errno \d+\] ([\w ]+)")
 """What the operating system says, inside the text of an error."""
@@ -569,6 +570,27 @@ class Warehouse:
         """
         known = row_hashes_by_files(self.table(reference.table))
         return {day: known.get(name, name) for day, name in self.day_names(reference).items()}
+
+    def day_bounds(self, reference: SnapshotRef, column: str) -> dict[datetime.date, tuple[int, int] | None]:
+        """Returns day -> bounds of a column of dates or timestamps: days or microseconds since 1970, in UTC.
+
+        They come from the metadata. Another engine may count rows that it has deleted. None: a file tells no bounds.
+        """
+        fields = schema_at(self.table(reference.table), reference).fields
+        field = next((one for one in fields if one.name == column), None)
+        files = self._files(reference)
+        if field is None or not isinstance(field.field_type, TIMES):
+            return dict.fromkeys(files)
+        kind, number = field.field_type, field.field_id
+
+        def bounds(found: Iterable[DayFile]) -> tuple[int, int] | None:
+            sides = [(one.file.lower_bounds or {}, one.file.upper_bounds or {}) for one in found]
+            if any(number not in of for side in sides for of in side):
+                return None
+            ends: Any = [[from_bytes(kind, of[number]) for of in side] for side in sides]
+            return min(first for first, _ in ends), max(last for _, last in ends)
+
+        return {day: bounds(files[day]) for day in files}
 
     def day_names(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Returns day -> a hash of the names of its files. Equal hashes mean equal rows at equal positions."""

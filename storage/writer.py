@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +20,7 @@ from pyiceberg.partitioning import PartitionFieldValue, PartitionKey
 from pyiceberg.table.locations import LocationProvider, load_location_provider
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.transforms import IdentityTransform
-from pyiceberg.types import DateType
+from pyiceberg.types import DateType, TimestampType, TimestamptzType
 
 from storage.errors import StorageError
 from storage.footer import SUFFIX, FooterSink
@@ -31,13 +31,23 @@ from storage.reader import DAY
 MARK = b"dlrm.layout"
 """Key in a file's footer: the mark of its layout."""
 FILES_AT_A_TIME = min(4, os.cpu_count() or 1)
+TIMES = (DateType, TimestampType, TimestamptzType)
+
+
+class Bounds(NamedTuple):
+    """The smallest and the largest value of a column in a file, as Iceberg stores them."""
+
+    field: int
+    nulls: int
+    lower: bytes
+    upper: bytes
 
 
 class DataFileWriter:
     """Writes rows as data files of a table, one file for each day in each call.
 
-    Columns are written in the layout's order under the table's names and field ids. The manifest gets statistics of
-    `day` only: statistics of hundreds of columns cost more at every commit and plan than they save.
+    Columns are written in the layout's order under the table's names and field ids. The manifest gets bounds of the
+    columns of times only: statistics of hundreds of columns cost more at every commit and plan than they save.
 
     Args:
         metadata: Metadata of the table, including schema, location and layout.
@@ -65,6 +75,11 @@ class DataFileWriter:
         maps = map_names(arrow)
         self.keyed = {name for name in arrow.names if name in maps or is_key(name, maps)}
         self.order = [(name, "ascending") for name in self.layout.order_by if _is_sortable(self.arrow, name)]
+        self.times = [
+            (field.name, field.field_id, field.field_type)
+            for field in self.schema.fields
+            if isinstance(field.field_type, TIMES)
+        ]
         self.locations: LocationProvider = load_location_provider(metadata.location, metadata.properties)
         self._numbers = itertools.count()
 
@@ -101,7 +116,7 @@ class DataFileWriter:
             rows = rows.take(pc.sort_indices(rows, sort_keys=keys))  # stable: equal rows keep their order
         with output.create(overwrite=True) as stream:
             metadata = write_parquet(stream, rows, self.layout)
-        bound = to_bytes(DateType(), key.partition[0])
+        bounds = list(self._bounds(rows))
         return DataFile.from_args(
             content=DataFileContent.DATA,
             file_path=output.location,
@@ -110,17 +125,25 @@ class DataFileWriter:
             record_count=rows.num_rows,
             file_size_in_bytes=len(output),
             column_sizes={},
-            value_counts={self.day_id: rows.num_rows},
-            null_value_counts={self.day_id: 0},
+            value_counts={bound.field: rows.num_rows for bound in bounds},
+            null_value_counts={bound.field: bound.nulls for bound in bounds},
             nan_value_counts={},
-            lower_bounds={self.day_id: bound},
-            upper_bounds={self.day_id: bound},
+            lower_bounds={bound.field: bound.lower for bound in bounds},
+            upper_bounds={bound.field: bound.upper for bound in bounds},
             key_metadata=None,
             split_offsets=[_begin(metadata.row_group(i).column(0)) for i in range(metadata.num_row_groups)],
             equality_ids=None,
             sort_order_id=None,
             spec_id=self.spec_id,
         )
+
+    def _bounds(self, rows: pa.Table) -> Iterator[Bounds]:
+        for name, number, kind in self.times:
+            column = rows[name]
+            found = pc.min_max(column.cast(pa.int32() if isinstance(kind, DateType) else pa.int64()))
+            lower, upper = (found[end].as_py() for end in ("min", "max"))
+            if lower is not None:
+                yield Bounds(number, column.null_count, to_bytes(kind, lower), to_bytes(kind, upper))
 
 
 def write_parquet(stream: Any, rows: pa.Table, layout: Layout) -> pq.FileMetaData:

@@ -26,7 +26,7 @@ from pipeline.data.filters import check_filter
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy
-from pipeline.extraction.config import IngestConfig, SourceConfig
+from pipeline.extraction.config import EventTable, IngestConfig, SourceConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig
@@ -143,6 +143,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     seed: NonNegativeInt = 1
     """Seeds initial weights, the order of rows and dropout."""
     source: SourceConfig
+    events: Mapping[Annotated[str, AfterValidator(check_name)], EventTable] = {}
+    """Table of the warehouse -> the log of events that an ingest keeps in it. A history or window reads it by `table`,
+    and may leave out `on` and `time`: they are then `key` and `time` of the event table."""
     ingest: IngestConfig = IngestConfig()
     warehouse: WarehouseConfig = WarehouseConfig()
     storage: StorageConfig = StorageConfig()
@@ -164,6 +167,34 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     sweep: SweepConfig = SweepConfig()
     release: ReleaseConfig = ReleaseConfig()
     characterize: CharacterizeConfig = CharacterizeConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_keys_of_events(cls, values: Any) -> Any:
+        """Gives histories and windows of an event table its key and its time."""
+        given = isinstance(values, Mapping) and values.get("events")
+        features = values.get("features") if given else None
+        if not isinstance(given, Mapping) or not isinstance(features, Mapping):
+            return values
+
+        def completed(log: Any) -> Any:
+            events = given.get(log.get("table")) if isinstance(log, Mapping) else None
+            if not isinstance(events, Mapping):
+                return log
+            own = {"on": events.get("key"), "time": events.get("time")}
+            return {**{key: value for key, value in own.items() if value is not None}, **log}
+
+        lists = {key: features[key] for key in ("histories", "windows") if isinstance(features.get(key), list | tuple)}
+        added = {key: [completed(log) for log in logs] for key, logs in lists.items()}
+        return {**values, "features": {**features, **added}}
+
+    @model_validator(mode="after")
+    def _events_have_their_own_tables(self) -> Self:
+        if self.name in self.events:
+            raise ConfigError(
+                f"events.{self.name}", "another name than the table of the samples", self.name, "Rename one of them."
+            )
+        return self
 
     @model_validator(mode="after")
     def _rows_reach_the_ranks(self) -> Self:
@@ -246,10 +277,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     @model_validator(mode="after")
     def _logs_tell_no_label(self) -> Self:
         outcomes = None if self.source.outcomes is None else self.source.outcomes.path
-        label, sides = self.features.label, (*self.features.sources, *self.source.lookups)
-        own = [log for log in self.features.sources if log.table == self.name]
+        label, sources = self.features.label, self.features.sources
+        own = [log for log in sources if log.table == self.name]
         telling = [log for log in own if any(fnmatchcase(label, name) for name in log.columns)]
-        for log in (*telling, *(side for side in sides if share_files(side.path, outcomes))):
+        logs = {table for table, events in self.events.items() if share_files(events.path, outcomes)}
+        shared = [log for log in (*sources, *self.source.lookups) if share_files(log.path, outcomes)]
+        for log in (*telling, *shared, *(log for log in sources if log.table in logs)):
             if log.as_of is not None and not log.delay_seconds:
                 raise ConfigError(
                     f"delay_seconds of {log.place}", "1 or more, because it has the labels", "0",
@@ -304,7 +337,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def semantics(self) -> dict[str, Any]:
         """Returns what decides the trained model, apart from its data. Equal semantics are one training."""
-        elsewhere = {"home", "source", "ingest", "warehouse", "evaluation", "gate", "registration", "scoring"}
+        elsewhere = {"home", "source", "events", "ingest", "warehouse", "evaluation", "gate", "registration", "scoring"}
         elsewhere |= {"storage", "recurring", "retention", "sweep", "release", "characterize"}
         values = self.model_dump(mode="json", exclude=elsewhere)
         for section, keys in EXECUTION_KEYS.items():
@@ -314,6 +347,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             values["training"] = {key: value for key, value in values["training"].items() if key not in PLACEMENT_KEYS}
         hidden = ("allow_deprecated", "map_keys")  # names of keys are keys by now
         features = {key: value for key, value in values["features"].items() if key not in hidden}
+        for logs in ("histories", "windows"):
+            read = [one for one in features[logs] if not one["stored"]]
+            features[logs] = [{key: value for key, value in one.items() if key != "stored"} for one in read]
         features = _without_new(features, FeatureSchema)
         features["joined"] = [_without_new(one, FeatureJoin) for one in features["joined"] if not one["stored"]]
         features["sparse"] = [_without_new(one, SparseGroup) for one in features["sparse"]]
@@ -327,7 +363,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def flat(self) -> dict[str, Any]:
         """Returns dotted key -> value of all chosen settings, for MLflow's table of parameters."""
-        hidden = PRIVATE | dict.fromkeys(("source", "features", "sweep", "release", "characterize"), True)
+        hidden = PRIVATE | dict.fromkeys(("source", "events", "features", "sweep", "release", "characterize"), True)
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
         return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
 

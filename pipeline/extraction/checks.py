@@ -94,7 +94,7 @@ def check(
     measured: pa.Table,
     earlier: pa.Table,
     config: ChecksConfig,
-    label: str,
+    label: str | None,
     duplicates: Mapping[datetime.date, int],
     losses: Mapping[datetime.date, Sequence[CheckFinding]] = MappingProxyType({}),
 ) -> tuple[pa.Table, CheckResult]:
@@ -145,7 +145,9 @@ def worst_outcome(findings: Sequence[CheckFinding]) -> Outcome:
     return next((one for one in SEVERITY if any(finding.outcome == one for finding in findings)), "ok")
 
 
-def bounds(new: Columns, past: Sequence[Columns], config: ChecksConfig, label: str) -> dict[str, tuple[float, float]]:
+def bounds(
+    new: Columns, past: Sequence[Columns], config: ChecksConfig, label: str | None
+) -> dict[str, tuple[float, float]]:
     """Returns the bounds of the number of rows and of the label rate."""
     sizes = [float(_rows(day)) for day in past]
     middle = statistics.median(sizes)
@@ -181,7 +183,7 @@ def _findings(
     past: Sequence[Columns],
     limits: Mapping[str, tuple[float, float]],
     config: ChecksConfig,
-    label: str,
+    label: str | None,
     duplicates: int,
 ) -> Iterator[CheckFinding]:
     """Yields the rules that a day breaks.
@@ -262,7 +264,7 @@ def _day(
     day: datetime.date,
     outcome: Outcome,
     columns: Columns,
-    label: str,
+    label: str | None,
     limits: Mapping[str, tuple[float, float]] = MappingProxyType({}),
 ) -> DayCheck:
     return DayCheck(
@@ -285,7 +287,7 @@ def _rows(columns: Columns) -> int:
     return next((int(row["rows"]) for row in columns.values()), 0)
 
 
-def _rate(columns: Columns, label: str) -> float | None:
+def _rate(columns: Columns, label: str | None) -> float | None:
     return columns[label]["mean"] if label in columns else None
 
 

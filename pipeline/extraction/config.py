@@ -361,6 +361,38 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     checks: ChecksConfig = ChecksConfig()
 
 
+class EventTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """A log of events that an ingest keeps as a table of the warehouse, for histories and windows to read.
+
+    The table has a day for each day of `time`, in UTC, sorted by key and time. A day is written again when another file
+    brings events of it.
+    """
+
+    path: str | tuple[str, ...]
+    """Files of the log: a path, a glob, or several, as `source.path`."""
+    key: Names
+    """Columns that say whose event it is, such as a user. An event without one of them is quarantined."""
+    time: str
+    """Timestamp or date of the event. It gives the event's day."""
+    columns: Names = ("*",)
+    """Names or patterns of the other columns to keep."""
+    format: Literal["auto", "parquet", "csv", "json", "avro"] = "auto"
+    """As `source.format`."""
+    date_format: Names | None = None
+    """As `source.date_format`, for text in `time`."""
+    rename: Mapping[str, str] = {}
+    """As `source.rename`."""
+    keep_days: PositiveInt | None = None
+    """Days to keep, counted back from the newest. An ingest takes older ones out of the table. None: all."""
+
+    @property
+    def source(self) -> SourceConfig:
+        """The log as a source of rows."""
+        return SourceConfig(
+            path=self.path, format=self.format, day_column=self.time, date_format=self.date_format, rename=self.rename
+        )
+
+
 class LabelColumns(BaseModel, frozen=True, extra="ignore", use_attribute_docstrings=True):
     """The part of `features` that is known before any feature is declared. Other keys are ignored."""
 

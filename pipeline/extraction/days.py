@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.data.day_notes import DayNote, InputFiles
 from pipeline.data.files import Stamp, address_of, stamp
 from pipeline.errors import EmptyDatasetError
-from pipeline.extraction.config import SourceConfig
+from pipeline.extraction.config import EventTable, SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT
 from pipeline.extraction.opening import OpenSource, SourceContext, fingerprint
 from storage.reader import DAY
@@ -44,7 +44,8 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     source = context.source.ingested()
     lookups = {one: context.find(one.path, "source.lookups path") for one in context.source.lookups}
     refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
-    shared = fingerprint([source, schema.label, schema.weight, _as_json(map(stamp, refreshed)), list(order_by)])
+    kept = schema.weight if context.events is None else list(context.events.columns)
+    shared = fingerprint([source, context.label, kept, _as_json(map(stamp, refreshed)), list(order_by)])
     stamps = {address_of(rows.read[path]): stamp(path) for path in [*rows.files, *rows.outcomes]}
     texts = {address: _as_json([one]) for address, one in stamps.items()}
     windows = None if rows.join is None else rows.join.windows_by_day(rows.view)
@@ -54,7 +55,7 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         f" {'NULL' if windows is None else which} FROM {rows.view} GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
     sides = {one.path: fingerprint(_as_json(map(stamp, files)))[:16] for one, files in lookups.items()}
-    definition = fingerprint([_definition(context.source), schema.label, schema.weight])[:16]
+    definition = fingerprint([_definition(context.source), context.label, kept])[:16]
     days = []
     for day, count, bad, files, aside in found:
         content: list[object] = [shared, [texts[file] for file in files]]
@@ -79,6 +80,15 @@ def _definition(source: SourceConfig) -> dict[str, Any]:
     places: Any = {"outcomes": {"path"}, "lookups": {"__all__": {"path", "refresh"}}}
     places |= dict.fromkeys(("path", "format", "generator"), True)
     return source.model_dump(mode="json", exclude_defaults=True, exclude=places)
+
+
+def first_kept(days: Collection[datetime.date], events: EventTable | None) -> datetime.date:
+    """Returns the first day that `keep_days` keeps. A day in the future, of a wrong clock, removes no other."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    past = [day for day in days if day <= today]
+    if events is None or events.keep_days is None or not past:
+        return datetime.date.min
+    return max(past) - datetime.timedelta(days=events.keep_days - 1)
 
 
 def select_days(days: Sequence[SourceDay], only: Iterable[datetime.date]) -> list[SourceDay]:

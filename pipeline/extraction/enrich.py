@@ -17,13 +17,13 @@ from pipeline.data.joined.reader import SourceColumns
 from pipeline.data.joined.source import (
     FeatureSource,
     added_columns,
+    contents_by_day,
     pin_sources,
-    source_identity,
     without_field_ids,
 )
 from pipeline.data.selection import days_between
 from pipeline.errors import ConfigError, ContractError
-from pipeline.transforms.joins import FeatureJoin
+from pipeline.transforms.joins import AnySource, EventWindow, History
 from storage.days import last_notes
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
@@ -78,7 +78,7 @@ class _Plan:
 
 
 def enrich(
-    joined: Sequence[FeatureJoin],
+    joined: Sequence[AnySource],
     warehouse: Warehouse,
     table: str,
     root: Path,
@@ -90,7 +90,8 @@ def enrich(
 ) -> EnrichResult:
     """Writes the columns of feature sources into days of a table. Each day is one commit; its other columns stay.
 
-    Memory holds what the warehouse needs to write, and one day of each feature source.
+    Memory holds what the warehouse needs to write, and one day of each feature source. Those with times are sorted on
+    disk.
 
     Args:
         root: Folder that relative paths start from.
@@ -110,7 +111,7 @@ def enrich(
     snapshot, columns = warehouse.current(table), _resolve_columns(joined, warehouse, table, root)
     rows = {day: count for day, count in warehouse.day_rows(snapshot).items() if only is None or day in only}
     days = days_between(rows, start, end, "days to backfill")
-    plan = _plan_days(columns, warehouse, table, days, force)
+    plan = _plan_days(columns, warehouse, snapshot, days, force)
     if not force:
         _refuse_values(warehouse, snapshot, columns, plan.due)
     sides = [SourceColumns(source, source.schema.names) for source in columns.sources]
@@ -130,28 +131,28 @@ def enrich(
 
 
 def fillable_columns(
-    joined: Sequence[FeatureJoin],
+    joined: Sequence[AnySource],
     warehouse: Warehouse,
     root: Path,
     days: Collection[datetime.date],
     warn: Callable[[str], None],
-) -> dict[FeatureJoin, dict[datetime.date, set[str]]]:
+) -> dict[AnySource, dict[datetime.date, set[str]]]:
     """Returns feature source -> day -> the columns that a backfill could write into the day.
 
     Args:
         warn: Called for a source that cannot be read. It is left out.
     """
-    found: dict[FeatureJoin, dict[datetime.date, set[str]]] = {}
+    found: dict[AnySource, dict[datetime.date, set[str]]] = {}
     for source in joined:
         try:
             sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources([source], root, warehouse)]
-            found[source] = {day: set(of) for day, of in _identities(sources, days, warehouse).items()}
+            found[source] = {day: set(of) for day, of in _identities(sources, None, days, warehouse).items()}
         except ContractError as error:
-            warn(f"columns of features.joined '{source.name}' are not backfilled: {error}")
+            warn(f"columns of {source.place} are not backfilled: {error}")
     return found
 
 
-def _resolve_columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table: str, root: Path) -> _Columns:
+def _resolve_columns(joined: Sequence[AnySource], warehouse: Warehouse, table: str, root: Path) -> _Columns:
     """Checks the columns against the table: a column that an ingest wrote must not be overwritten."""
     sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources(joined, root, warehouse)]
     known = {field.name for schema in warehouse.table(table).schemas().values() for field in schema.fields}
@@ -165,10 +166,10 @@ def _resolve_columns(joined: Sequence[FeatureJoin], warehouse: Warehouse, table:
 
 
 def _plan_days(
-    columns: _Columns, warehouse: Warehouse, table: str, days: Mapping[datetime.date, int], force: bool
+    columns: _Columns, warehouse: Warehouse, rows: SnapshotRef, days: Mapping[datetime.date, int], force: bool
 ) -> _Plan:
     """Finds the days to write: those that lack a column, or have it from another feature source."""
-    noted, wanted = warehouse.day_notes(table), _identities(columns.sources, days, warehouse)
+    noted, wanted = warehouse.day_notes(rows.table), _identities(columns.sources, rows, days, warehouse)
     names = columns.added.names
     force = force or not set(names).issubset(columns.existing)
     without = [day for day in days if not wanted[day] and not set(noted.get(day, {})) & set(names)]
@@ -252,19 +253,32 @@ def _report_from(report: Callable[[int, int], None], base: int, total: int, rows
 
 
 def _identities(
-    sources: Sequence[FeatureSource], days: Iterable[datetime.date], warehouse: Warehouse
+    sources: Sequence[FeatureSource], rows: SnapshotRef | None, days: Collection[datetime.date], warehouse: Warehouse
 ) -> dict[datetime.date, dict[str, str]]:
-    """Day -> column -> identity of what it would be written from. Sources without rows of the day are left out."""
+    """Day -> column -> identity of what it would be written from. Sources without rows of the day are left out.
+
+    Args:
+        rows: The table to write into, if it has the days already.
+    """
     found: dict[datetime.date, dict[str, str]] = {day: {} for day in days}
     for source in sources:
         dated = source.source.day_column is not None
-        inside = source.days() if dated else dict.fromkeys(found, source_identity(source.pinned, warehouse))
-        for day in found.keys() & inside.keys():
-            for name, raw in source.added.items():
-                kind, lag = f"{source.schema.field(name).type}", source.source.lag_days
-                as_of = [source.source.time, source.source.as_of, source.source.delay_seconds]
-                declared = [raw, source.source.on, source.source.day_column, kind, *([lag] if lag else [])]
-                declared += as_of if source.source.as_of is not None else []
+        inside = source.days() if dated else contents_by_day(source.pinned, warehouse, rows, days)
+        for name in source.schema.names:
+            declared = _declaration(source, name)
+            for day in found.keys() & inside.keys():
                 text = json.dumps([*declared, inside[day]])
                 found[day][name] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found
+
+
+def _declaration(source: FeatureSource, name: str) -> list[Any]:
+    """Returns what the config says of an added column, apart from the content of the source."""
+    one, kind = source.source, f"{source.schema.field(name).type}"
+    times = [one.time, one.as_of, one.delay_seconds]
+    if isinstance(one, EventWindow):
+        return [one.made(list(source.added))[name], one.on, kind, *times, one.where]
+    if isinstance(one, History):
+        return [source.added[name], one.on, kind, *times, one.where, one.last]
+    lag = [one.lag_days] if one.lag_days else []
+    return [source.added[name], one.on, one.day_column, kind, *lag, *(times if one.as_of is not None else [])]

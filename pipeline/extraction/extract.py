@@ -17,6 +17,7 @@ from pipeline.extraction.days import (
     count_left_out,
     count_refused,
     days_condition,
+    first_kept,
     group_days,
     select_days,
     survey,
@@ -71,6 +72,8 @@ class IngestResult(BaseModel, frozen=True):
     """Requested days that are open: labels may still change."""
     backfilled: EnrichResult | None = None
     """The columns of feature sources that were written into the days."""
+    days_expired: tuple[datetime.date, ...] = ()
+    """Days of an event table that were older than `keep_days` and have been removed."""
     stale_lookups: Mapping[str, int] = {}
     """Side table -> number of skipped days with earlier values of it."""
     checked: CheckResult = CheckResult()
@@ -129,6 +132,8 @@ class _Plan:
     stored: Mapping[datetime.date, StoredDay]
     """The requested days as the table has them. Only due days have statistics."""
     refill: Refill
+    first: datetime.date
+    """The first day that `keep_days` of an event table keeps."""
     elsewhere: int
     """Days of the table that the source does not have. Not counted if only some days are asked for."""
 
@@ -170,16 +175,19 @@ def extract(
             raise _no_table_error(context.table, plan.wanted, [*broken, *plan.held_back])
         _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
         _write_days(ingest, passed, intake)
+        expired = _expire_days(context, plan.first)
         backfilled = _backfill_days(ingest, plan, passed)
-        return _result(ingest, plan, passed, broken, checked).model_copy(update={"backfilled": backfilled})
+        result = _result(ingest, plan, passed, broken, checked)
+        return result.model_copy(update={"backfilled": backfilled, "days_expired": tuple(expired)})
 
 
 def _plan_days(ingest: _Ingest) -> _Plan:
     """Sorts the days of the source by what the table has of them, and attributes outcomes to those that are due."""
     rows, context = ingest.rows, ingest.context
     days = survey(rows, context, ingest.config.order_by)
-    wanted = select_days(days, context.only)
-    _refuse_bad_days(rows, wanted, ingest.config.max_quarantined_share)
+    first = first_kept([day.day for day in days], context.events)
+    wanted = [day for day in select_days(days, context.only) if day.day >= first]
+    _refuse_bad_days(ingest, wanted)
     stored = context.warehouse.written_days(context.table)
     written = {} if ingest.force else stored
     held = {} if ingest.force else context.warehouse.written_days(held_back_name(context.table))
@@ -188,7 +196,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     changed = [day.day for day in wanted if day.identity == same.get(day.day)]
     table = read_stored_days(context.warehouse, context.table, [day.day for day in wanted])
     backfilled = {day.day: table[day.day].backfilled if day.day in table else () for day in wanted}
-    joined = context.schema.joined if isinstance(context.schema, FeatureSchema) else ()
+    joined = context.schema.sources if isinstance(context.schema, FeatureSchema) else ()
     refill = plan_refill(joined, context.warehouse, context.root, backfilled, ingest.warn)
     rules = ingest.config.checks.model_dump(mode="json")
     refillable = {day.day: sorted(refill.columns_of(day.day)) for day in wanted}
@@ -210,11 +218,13 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         theirs=theirs.keys(),
         held_back=held_back,
         held_identities=held_identities,
+        first=first,
         elsewhere=0 if context.only else len(stored.keys() - {day.day for day in days}),
     )
 
 
-def _refuse_bad_days(rows: OpenSource, days: Sequence[SourceDay], max_share: float) -> None:
+def _refuse_bad_days(ingest: _Ingest, days: Sequence[SourceDay]) -> None:
+    rows, max_share = ingest.rows, ingest.config.max_quarantined_share
     bad = [day for day in days if day.refused > max_share * day.rows or day.refused == day.rows]
     if bad:
         reasons = count_refused(rows, bad)
@@ -223,7 +233,7 @@ def _refuse_bad_days(rows: OpenSource, days: Sequence[SourceDay], max_share: flo
             remedy = f"Name the value that counts as 1, such as source.positive=yes. {remedy}"
         worst = max(bad, key=lambda day: day.refused / day.rows)
         raise DataError(
-            f"labels of {len(bad)} day(s), worst {worst.day}",
+            f"{'labels' if ingest.context.label else 'events'} of {len(bad)} day(s), worst {worst.day}",
             f"at most {max_share:.2%} bad rows a day, and at least one good row",
             f"{worst.refused} of {worst.rows} ({', '.join(reasons)})",
             remedy,
@@ -242,7 +252,8 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResul
     intake = None
     if ingest.config.profile:
         maps = maps_of(column_types(rows.connection, rows.view))
-        numbers = number_columns(context.schema, rows.columns, context.outcome_columns, maps)
+        labelled = context.label is not None
+        numbers = number_columns(context.schema, rows.columns, context.outcome_columns, maps) if labelled else set()
         repair_profile(rows.connection, context.warehouse, context.table, plan.unchanged, numbers, ingest.warn)
         holds: list[Rule] = ["losses"] if rewritten and ingest.loss_outcome in ("fail", "quarantine") else []
         if plan.due:
@@ -253,7 +264,7 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResul
                 context.warehouse,
                 context.table,
                 checks,
-                context.schema.label,
+                context.label,
                 numbers,
                 ingest.warn,
                 [*checks.strict, *holds],
@@ -279,7 +290,7 @@ def _find_losses(
     generated, config = context.source.generator is not None, ingest.config.checks
     columns, rows = plan.refill.columns_of(day), ingest.rows
     there = {path.name for path in rows.files}, {path.name for path in rows.outcomes}
-    lost = find_losses(due[day], plan.stored[day], new, columns, config, context.schema.label, generated, there)
+    lost = find_losses(due[day], plan.stored[day], new, columns, config, context.label, generated, there)
     return [
         CheckFinding(day=day, rule="losses", outcome=outcome, column=column, expected=expected, got=got)
         for expected, got, column in lost
@@ -313,6 +324,15 @@ def _write_days(ingest: _Ingest, days: Sequence[SourceDay], intake: Intake | Non
         write_days(ingest.rows, warehouse, table, group, ingest.order, table, on_rows)
         store_profile(warehouse, table, intake, {day.day: day.identity for day in group})
         written += sum(day.kept for day in group)
+
+
+def _expire_days(context: SourceContext, first: datetime.date) -> list[datetime.date]:
+    """Removes the days before `first` from the table, and returns them."""
+    warehouse, table = context.warehouse, context.table
+    gone = [day for day in warehouse.day_rows(warehouse.current(table)) if day < first]
+    if gone:
+        warehouse.replace_days(table, dict.fromkeys(gone, "expired"), warehouse.table(table).schema().as_arrow(), [], 0)
+    return gone
 
 
 def _backfill_days(ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay]) -> EnrichResult | None:

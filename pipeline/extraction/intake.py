@@ -56,7 +56,7 @@ def inspect(
     warehouse: Warehouse,
     table: str,
     config: ChecksConfig,
-    label: str,
+    label: str | None,
     numbers: Collection[str],
     warn: Warn,
     strict: Sequence[Rule],

@@ -68,7 +68,7 @@ def find_losses(
     new: Columns | None,
     refillable: Collection[str],
     config: ChecksConfig,
-    label: str,
+    label: str | None,
     generated: bool,
     there: tuple[Collection[str], Collection[str]],
 ) -> Iterator[Loss]:
@@ -150,8 +150,8 @@ def _statistics(
     return found
 
 
-def _positives(columns: Columns, label: str) -> int | None:
-    row = columns.get(label)
+def _positives(columns: Columns, label: str | None) -> int | None:
+    row = None if label is None else columns.get(label)
     return None if row is None or row["mean"] is None else round(row["mean"] * row["rows"])
 
 

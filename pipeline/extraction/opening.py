@@ -18,12 +18,12 @@ import pyarrow as pa
 from pipeline.data.files import SourceFile, address_of, find_files, folder_values
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
-from pipeline.extraction.config import Format, LabelColumns, SourceConfig
+from pipeline.extraction.config import EventTable, Format, LabelColumns, SourceConfig
 from pipeline.extraction.formats.avro import AVRO, copy_as_parquet
 from pipeline.extraction.formats.text import ISO_DATE
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
-from pipeline.extraction.samples import GOOD, add_types
+from pipeline.extraction.samples import GOOD, add_event_types, add_types
 from pipeline.extraction.sources import as_pattern, create_view, find_invalid_utf8, first_line, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list
@@ -60,11 +60,24 @@ class SourceContext:
     """Days that are asked for. Empty: all. Files whose path names another day are then not opened."""
     memory_bytes: int | None = None
     """`ingest.memory_bytes`."""
+    events: EventTable | None = None
+    """Set if the rows are events of a log. They have no label."""
+
+    @property
+    def label(self) -> str | None:
+        """Column of the label, if the rows have one."""
+        return self.schema.label if self.events is None else None
 
     @property
     def outcome_columns(self) -> list[str]:
         """Columns computed from outcomes: labels and weight, no features."""
         return self.source.outcome_columns(self.schema.label)
+
+    def place(self, key: str) -> str:
+        """Returns a key of the source as the config has it: an event table has other names for some."""
+        if self.events is None:
+            return f"source.{key}"
+        return f"events.{self.table}.{'time' if key == 'day_column' else key}"
 
     def find(self, pattern: str | Sequence[str], where: str) -> list[SourceFile]:
         """Finds files of the source. Raises as `find_files`.
@@ -146,7 +159,10 @@ def open_source_rows(
             join.mark_repeated()
             view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
         floats = _stored_floats(context.warehouse, context.table)
-        samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, floats)
+        if context.events is None:
+            samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, floats)
+        else:
+            samples = add_event_types(connection, view, context.events, context.place, raw.numbered, floats)
         yield OpenSource(connection, samples, raw.files, raw.outcomes, raw.lookups, raw.read, join, unmatched)
 
 
@@ -173,7 +189,7 @@ def open_raw_rows(
         times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
         formats = source.date_format or ()
         form = "parquet" if copied != files else source.format
-        create_view(connection, "source", copied, form, "source.path", numbered, times, formats, source.rename)
+        create_view(connection, "source", copied, form, context.place("path"), numbered, times, formats, source.rename)
         tables = [(lookup, [read[file] for file in paths]) for lookup, paths in lookups]
         view = join_side_tables(connection, "source", tables, source.rename) if lookups else "source"
         yield RawSource(connection, view, files, outcomes, sides, read, numbered)
@@ -274,7 +290,7 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile
     source = context.source
     if source.generator is None or source.outcomes is None:
         assert source.path is not None
-        files = context.find(source.path, "source.path")
+        files = context.find(source.path, context.place("path"))
         logged = source.outcomes.path if source.outcomes else None
         if logged is None:  # the first row of a repeated impression may lie in another day's file
             files = _of_days(files, source.day_column, context.only)

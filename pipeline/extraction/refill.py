@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.extraction.enrich import EnrichResult, enrich, fillable_columns
 from pipeline.extraction.losses import StoredDay
-from pipeline.transforms.joins import FeatureJoin
+from pipeline.transforms.joins import AnySource
 from storage.warehouse import Warehouse
 
 
@@ -15,7 +15,7 @@ from storage.warehouse import Warehouse
 class Refill:
     """Columns that feature sources have for the days of an ingest."""
 
-    columns: Mapping[FeatureJoin, Mapping[datetime.date, set[str]]]
+    columns: Mapping[AnySource, Mapping[datetime.date, set[str]]]
 
     def columns_of(self, day: datetime.date, sources: Collection[str] | None = None) -> set[str]:
         """Returns the columns that can be backfilled into a day, from all feature sources or from those named."""
@@ -24,7 +24,7 @@ class Refill:
 
 
 def plan_refill(
-    joined: Sequence[FeatureJoin],
+    joined: Sequence[AnySource],
     warehouse: Warehouse,
     root: Path,
     backfilled: Mapping[datetime.date, Collection[str]],

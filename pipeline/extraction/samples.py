@@ -3,14 +3,14 @@
 import fnmatch
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import duckdb
 
 from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT, NAME
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.config import LabelColumns, SourceConfig
+from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig
 from pipeline.extraction.formats.text import FILE, ISO_DAY
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import ROW
@@ -101,6 +101,42 @@ def add_types(
     return "samples"
 
 
+def add_event_types(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    events: EventTable,
+    place: Callable[[str], str],
+    numbered: bool,
+    floats: Collection[str] = (),
+) -> str:
+    """Creates a view of events as stored, as `add_types`. They have no label, and a reason if they lack a key.
+
+    Args:
+        place: Key of the config -> where errors say that it is.
+    """
+    types = column_types(connection, view)
+    names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
+    keys = resolve(events.key, names, place("key"))
+    (time,) = resolve([events.time], names, place("time"))
+    if not types[time].startswith(("TIMESTAMP", "DATE")):
+        raise ConfigError(
+            f"{place('time')} '{time}'", "timestamps or dates", types[time],
+            "Set date_format for text, or write timestamps.",
+        )  # fmt: skip
+    chosen = dict.fromkeys([*keys, time, *resolve(events.columns, names, place("columns"))])
+    kept = [name for name in chosen if types[name].removesuffix("[]") != _NULLS and name.lower() != DAY]
+    _check_names(sorted(name for name in kept if not NAME.fullmatch(name)))
+    typed = [f"{_cast(name, types[name], False, name in floats)} AS {quote(name)}" for name in kept]
+    reasons = [f"WHEN {quote(name)} IS NULL THEN '{name} is null'" for name in keys]
+    date = _day(time, types[time], None)
+    connection.execute(
+        f"CREATE VIEW samples AS SELECT {', '.join(typed)}, {date} AS {DAY}, false AS {LEFT_OUT},"
+        f" CASE {' '.join(reasons)} END AS __reason, {FILE} AS __file, {ROW if numbered else 0} AS __row FROM {view}"
+    )
+    _check_days(connection, view, time, types[time], count_rows(connection, "samples", f"{DAY} IS NULL"), date, place)
+    return "samples"
+
+
 def maps_of(types: Mapping[str, str]) -> list[str]:
     """Returns the columns that are maps.
 
@@ -153,21 +189,29 @@ def guess_unit(largest: float) -> str:
     return next((unit for unit, days in DAY_UNITS.items() if largest < FARTHEST_DAY * days / 10), "microseconds")
 
 
-def _check_days(connection: duckdb.DuckDBPyConnection, view: str, day: str, kind: str, undated: int, date: str) -> None:
+def _check_days(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    day: str,
+    kind: str,
+    undated: int,
+    date: str,
+    place: Callable[[str], str] = "source.{}".format,
+) -> None:
     """Refuses rows without a day, and names one."""
     if not undated:
         return
     query = f"SELECT CAST({quote(day)} AS VARCHAR), {FILE} FROM {view} WHERE {date} IS NULL ORDER BY 1 LIMIT 1"
     value, file = connection.sql(query).fetchall()[0]
     found = "null" if value is None else f"'{value}'"
-    remedy = "Write ISO dates, times in UTC, or set source.date_format; or filter those rows out."
+    remedy = f"Write ISO dates, times in UTC, or set {place('date_format')}; or filter those rows out."
     if re.match(r"U?(TINY|SMALL|BIG|HUGE)?INT|DOUBLE|FLOAT|DECIMAL", kind):
         largest = connection.sql(f"SELECT max(abs({_number(day)})) FROM {view}").fetchall()[0][0]
         remedy = (
             f"If they are times since 1970, set source.day_unit={guess_unit(largest or 0.0)}; else write ISO dates."
         )
     raise DataError(
-        f"source.day_column '{day}'", "a date in every row",
+        f"{place('day_column')} '{day}'", "a date in every row",
         f"no date in {undated} rows, such as {found} in '{Path(file).name}'", remedy,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 import datetime
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -211,10 +212,13 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
     gone = set(_old_folders(workspace)) if dry_run else set()  # the others have been removed, or are in use
     left = (folder for folder in _folders(workspace.home, KINDS) if folder not in gone)
     going = set(retired) - _needed(workspace, left)
-    names = [f"{config.name}{end}" for end in TABLES]
+    tables = [config.name, *config.events]
+    names = [f"{table}{end}" for table in tables for end in TABLES]
     names = [name for name in names if warehouse.has_table(name) and not warehouse.is_foreign(name)]
     tags, snapshots, files, size = list[str](), 0, 0, 0
-    with workspace.lock(workspace.ingest_lock):  # an ingest's files belong to no snapshot yet
+    with ExitStack() as locks:  # an ingest's files belong to no snapshot yet
+        for table in sorted(tables):
+            locks.enter_context(workspace.lock(workspace.lock_of(table)))
         for name in names:
             old = [
                 tag for tag, made in list_tags(warehouse, name).items()

@@ -207,7 +207,11 @@ class Workspace:
     @property
     def ingest_lock(self) -> str:
         """Name of the lock that all writers of the table share."""
-        return f"ingest of table '{self.config.name}'"
+        return self.lock_of(self.config.name)
+
+    def lock_of(self, table: str) -> str:
+        """Name of the lock that all writers of a table share."""
+        return f"ingest of table '{table}'"
 
 
 @contextmanager

@@ -92,7 +92,7 @@ def plan_scoring(
         check_filter(row_filter, filter_schema(warehouse, source, joined, row_filter))
     days = days_between(warehouse.day_rows(source), start, end, "days to score")
     present = warehouse.day_contents(source)
-    shared, sides = [config.keep, row_filter], [contents_by_day(pinned, warehouse, days) for pinned in joined]
+    shared, sides = [config.keep, row_filter], [contents_by_day(pinned, warehouse, source, days) for pinned in joined]
     identities = {day: fingerprint([model, present[day], *shared, *(side[day] for side in sides)]) for day in days}
     stored = warehouse.written_days(table)
     stale = [day for day in days if force or stored.get(day) != identities[day]]

@@ -119,7 +119,6 @@ class _EventLog(_Source):
 
     day_column: ClassVar[None] = None
     lag_days: ClassVar[int] = 0
-    stored: ClassVar[bool] = False
 
     time: str
     """Column of the log (timestamp or date) with the time of an event."""
@@ -128,6 +127,8 @@ class _EventLog(_Source):
     `delay_seconds`. A date of the rows is the beginning of its day, a date of the log the end of its day."""
     where: str | None = None
     """Filter of the events, such as `action = 'finish'`. Only those that it keeps are seen."""
+    stored: bool = False
+    """Whether `flows.enrich` has backfilled the columns. They are then read from the table and not computed."""
 
     @model_validator(mode="after")
     def _filter_reads(self) -> Self:

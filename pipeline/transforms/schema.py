@@ -114,7 +114,12 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     @property
     def sources(self) -> tuple[AnySource, ...]:
         """All sources of columns that the table lacks, or has from a backfill."""
-        return (*self.joined, *self.histories, *self.windows)
+        return (*self.joined, *self.logs)
+
+    @property
+    def logs(self) -> tuple[History | EventWindow, ...]:
+        """All uses of event logs."""
+        return (*self.histories, *self.windows)
 
     def named_columns(self) -> list[str]:
         """Returns the names and patterns of all columns that features read."""

@@ -102,7 +102,7 @@ def test_a_changed_feature_source_is_another_training(config, monkeypatch, tmp_p
         workspace = Workspace(settings)
         read = [one for one in settings.features.joined if not one.stored]
         pinned = pin_sources(read, tmp_path, workspace.warehouse)
-        return identity(workspace, {"train": describe_joined(workspace.warehouse, pinned, DAYS[:2])}, "plan")
+        return identity(workspace, {"train": describe_joined(workspace.warehouse, pinned, None, DAYS[:2])}, "plan")
 
     settings = load(config)
     before = named(settings)

@@ -240,7 +240,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     try:
         done = subprocess.run(
             [sys.executable, "-m", "flows.deploy", "chain=true", "silent_seconds=55", "pending_seconds=60"], cwd=ROOT, env=server.settings,
-            capture_output=True, text=True, timeout=300,
+            capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         yield server

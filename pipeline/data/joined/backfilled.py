@@ -7,7 +7,7 @@ from pathlib import Path
 from pipeline.data.day_notes import backfilled_columns
 from pipeline.data.joined.source import FeatureSource, pin_sources
 from pipeline.errors import ConfigError, ContractError
-from pipeline.transforms.joins import FeatureJoin
+from pipeline.transforms.joins import AnySource
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -29,7 +29,7 @@ def note_columns(warehouse: Warehouse, table: str, names: Iterable[str]) -> None
 
 
 def require_backfilled(
-    joined: Sequence[FeatureJoin],
+    joined: Sequence[AnySource],
     warehouse: Warehouse,
     snapshot: SnapshotRef,
     columns: Collection[str],
@@ -58,13 +58,13 @@ def require_backfilled(
         if missing:
             span = f"{missing[0]}" if len(missing) == 1 else f"{len(missing)} days, the first is {missing[0]}"
             raise ConfigError(
-                f"features.joined '{source.name}' (stored)", f"{', '.join(read)} backfilled into each day",
+                f"{source.place} (stored)", f"{', '.join(read)} backfilled into each day",
                 f"no backfill of {span}", "Run `python -m flows.enrich` with this config.",
             )  # fmt: skip
 
 
 def _days_passed(
-    source: FeatureJoin, warehouse: Warehouse, root: Path, days: Collection[datetime.date]
+    source: AnySource, warehouse: Warehouse, root: Path, days: Collection[datetime.date]
 ) -> set[datetime.date]:
     """Returns the days without rows in a feature source that has later days. Newer days may still get their rows."""
     if not days or source.day_column is None:

@@ -1,7 +1,10 @@
 """Feature sources: files or warehouse tables with columns to join to rows, read a day at a time."""
 
 import datetime
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +19,7 @@ from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
 from pipeline.data.files import CSV, Stamp, address_of, find_files, fingerprint, stamp
 from pipeline.data.filters import check_filter, parse_filter
-from pipeline.data.joined.stored import key_type, stored_type, to_days, to_key_form, to_micros, to_stored_form
+from pipeline.data.joined.stored import MICROS, key_type, stored_type, to_days, to_key_form, to_micros, to_stored_form
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.schema import resolve, unknown_column
@@ -86,16 +89,50 @@ def source_identity(pinned: PinnedSource, warehouse: Warehouse) -> str:
 
 
 def contents_by_day(
-    pinned: PinnedSource, warehouse: Warehouse, days: Iterable[datetime.date]
+    pinned: PinnedSource, warehouse: Warehouse, rows: SnapshotRef | None, days: Iterable[datetime.date]
 ) -> dict[datetime.date, str]:
     """Returns day -> a hash that changes with the rows of a source that may join to the day's rows.
 
-    Without a `day_column` these are all rows of the source. Of files, it changes with each file that has such a row.
+    Of a table that is read as of a time, these are the days that begin before the last row of the day. Otherwise they
+    are those of a `day_column`, or all. Of files, the hash changes with each file that has such a row.
+
+    Args:
+        rows: The table of the rows. None: any table.
     """
+    if pinned.snapshot is not None and pinned.source.as_of is not None and rows is not None:
+        return _contents_as_of(pinned, pinned.snapshot, warehouse, rows, days)
     if pinned.source.day_column is None:
         return dict.fromkeys(days, source_identity(pinned, warehouse))
     found = FeatureSource(pinned, warehouse).days()
     return {day: found.get(day, "") for day in days}
+
+
+def _contents_as_of(
+    pinned: PinnedSource, source: SnapshotRef, warehouse: Warehouse, rows: SnapshotRef, days: Iterable[datetime.date]
+) -> dict[datetime.date, str]:
+    """As `contents_by_day`. Where the metadata do not tell the times of some rows, they may have any."""
+    assert pinned.source.time is not None
+    assert pinned.source.as_of is not None
+    contents = warehouse.day_contents(source)
+    earliest = {day: first for day, (first, _) in _bounds(warehouse, source, pinned.source.time, late=True).items()}
+    latest = {day: last for day, (_, last) in _bounds(warehouse, rows, pinned.source.as_of).items()}
+    ordered = sorted(contents, key=lambda day: (earliest.get(day, -math.inf), day))
+    firsts = [earliest.get(day, -math.inf) for day in ordered]
+    seen = list(accumulate(ordered, lambda before, day: fingerprint([before, f"{day}", contents[day]]), initial=""))
+    delay = MICROS * pinned.source.delay_seconds
+    return {day: seen[bisect_right(firsts, latest.get(day, math.inf) - delay)] for day in days}
+
+
+def _bounds(
+    warehouse: Warehouse, reference: SnapshotRef, column: str, late: bool = False
+) -> dict[datetime.date, tuple[int, int]]:
+    """Returns day -> bounds of a column in microseconds, for days whose metadata have them. `late`: see `to_micros`."""
+    found = {day: ends for day, ends in warehouse.day_bounds(reference, column).items() if ends is not None}
+    if not found:
+        return {}
+    kind = warehouse.schema(reference).field(column).type
+    micros = to_micros(column, pa.array([end for ends in found.values() for end in ends], kind), late).to_pylist()
+    return dict(zip(found, zip(micros[::2], micros[1::2], strict=True), strict=True))
 
 
 class FeatureSource:
@@ -337,10 +374,9 @@ def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema
             to_micros(f"{side.pinned.where}, as_of '{side.source.as_of}'", pa.array([], kind))
         repeated = [name for name in side.schema.names if name in table.names or name in found]
         if repeated:
-            joined = isinstance(side.source, FeatureJoin)
             raise ConfigError(
                 side.pinned.where, "columns that the rows do not have", f"existing columns {', '.join(repeated)}",
-                f"{'Set `stored: true` if flows.enrich wrote them, otherwise set' if joined else 'Set'} `prefix`.",
+                "Set `stored: true` if flows.enrich wrote them, otherwise set `prefix`.",
             )  # fmt: skip
         found |= {name: side.schema.field(name).type for name in side.schema.names}
     return pa.schema(list(found.items()))

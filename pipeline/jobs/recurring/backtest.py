@@ -103,7 +103,7 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
     settings = json.dumps(
         {
             "snapshot": snapshot.snapshot_id, "config": semantics(workspace, evaluation=True),
-            **describe_joined(workspace.warehouse, workspace.feature_joins(), [*first_days, *days]),
+            **describe_joined(workspace.warehouse, workspace.feature_joins(), snapshot, [*first_days, *days]),
             "days": [str(day) for day in days],
             "incremental": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
             "judge": config.recurring.judge,

@@ -88,7 +88,7 @@ def identity_of_day(workspace: Workspace, day: datetime.date) -> str:
     chosen = config.recurring.model_dump(mode="json", exclude=left_out)
     work = {"day": f"{day}", "model": config.model_name, "config": semantics(workspace), "recurring": chosen}
     dated = [pinned for pinned in workspace.feature_joins() if pinned.source.day_column is not None]
-    return digest(work | describe_joined(workspace.warehouse, dated, [day]))
+    return digest(work | describe_joined(workspace.warehouse, dated, None, [day]))
 
 
 def find_next_days(
@@ -284,7 +284,7 @@ def make_day_job(
     # Another champion, other rows or another kind of training must not resume from these checkpoints.
     contents = workspace.warehouse.day_contents(today.snapshot)
     work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
-    joined = describe_joined(workspace.warehouse, workspace.feature_joins(), (*days, today.day))
+    joined = describe_joined(workspace.warehouse, workspace.feature_joins(), today.snapshot, (*days, today.day))
     name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest({'work': work} | joined)[:8]}"
     folder = workspace.unfinished_folder("runs", name, REGISTERED)
     begun = find_begun(workspace, folder)

@@ -90,7 +90,7 @@ def pin_study(workspace: Workspace, snapshot_id: int | None, force: bool) -> Stu
     if config.characterize.workload is None:
         snapshot, data = resolve_dataset(workspace.with_config(configs[0]), snapshot_id)
         snapshot_id, read = snapshot.snapshot_id, data["train"]
-        joined = describe_joined(workspace.warehouse, read.joined, read.selection.days)
+        joined = describe_joined(workspace.warehouse, read.joined, snapshot, read.selection.days)
     inputs = {
         "study": config.characterize.model_dump(mode="json"), "config": semantics(workspace, evaluation=True),
         "snapshot_id": snapshot_id, "sweep": config.sweep.model_dump(mode="json"),

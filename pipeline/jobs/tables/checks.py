@@ -14,41 +14,40 @@ MOST_ROWS = 500
 """Most rows of the table on the run's page."""
 
 
-def show_checks(workspace: Workspace, checked: CheckResult) -> None:
+def show_checks(workspace: Workspace, table: str, checked: CheckResult) -> None:
     """Shows the findings of an ingest. A failure to show them does not end the ingest."""
-    config = workspace.config
     logger = workspace.console.log
     for finding in checked.findings[:MOST_LINES]:
         logger.warning("%s: %s: expected %s, got %s", finding.outcome, finding.where, finding.expected, finding.got)
     if len(checked.findings) > MOST_LINES:
         logger.warning(
-            "%s more findings are in %s", len(checked.findings) - MOST_LINES, report_folder(workspace, checked)
+            "%s more findings are in %s", len(checked.findings) - MOST_LINES, report_folder(workspace, table, checked)
         )
     try:
-        _write(workspace, checked)
+        _write(workspace, table, checked)
         rows = [finding.model_dump() for finding in checked.findings[:MOST_ROWS]] or [{"findings": "none"}]
-        about = f"Rules that new days of table {config.name} break: {len(checked.findings)} findings"
-        workspace.console.show_table("checks", config.name, rows, about)
+        about = f"Rules that new days of table {table} break: {len(checked.findings)} findings"
+        workspace.console.show_table("checks", table, rows, about)
     except Exception as error:
         logger.warning("the checks are missing on the run's page: %s", error)
 
 
-def summarize_checks(workspace: Workspace, checked: CheckResult) -> dict[str, Any]:
+def summarize_checks(workspace: Workspace, table: str, checked: CheckResult) -> dict[str, Any]:
     """Returns the checks for an ingest's result: days by outcome, the findings, and the report's folder."""
     if not checked.days:
         return {"findings": [], "report": None}
     found = [finding.model_dump(mode="json") for finding in checked.findings[:MOST_ROWS]]
-    return checked.counts() | {"findings": found, "report": str(report_folder(workspace, checked))}
+    return checked.counts() | {"findings": found, "report": str(report_folder(workspace, table, checked))}
 
 
-def report_folder(workspace: Workspace, checked: CheckResult) -> Path:
+def report_folder(workspace: Workspace, table: str, checked: CheckResult) -> Path:
     """Returns the folder for figure and numbers of an ingest. Another ingest of the same days replaces them."""
     days = [one.day for one in checked.days if one.outcome != "stored"]
-    return workspace.home / "reports" / f"ingest-{workspace.config.name}-{days[0]}-{days[-1]}"
+    return workspace.home / "reports" / f"ingest-{table}-{days[0]}-{days[-1]}"
 
 
-def _write(workspace: Workspace, checked: CheckResult) -> None:
-    folder = report_folder(workspace, checked)
+def _write(workspace: Workspace, table: str, checked: CheckResult) -> None:
+    folder = report_folder(workspace, table, checked)
     write_json(folder / "checks.json", checked.model_dump(mode="json"))
     with atomic_file(folder / "checks.png") as path:
-        day_figure(f"New days of table {workspace.config.name}", checked).savefig(path, format="png")
+        day_figure(f"New days of table {table}", checked).savefig(path, format="png")

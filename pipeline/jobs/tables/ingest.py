@@ -9,6 +9,7 @@ from pipeline.catalog.events import Event, append_event, newest_events, read_eve
 from pipeline.config.files import ROOT
 from pipeline.errors import DataError
 from pipeline.extraction.adopt import adopt
+from pipeline.extraction.config import LabelColumns
 from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
@@ -27,11 +28,26 @@ def ingest(workspace: Workspace, days: tuple[datetime.date, ...] = (), force: bo
         return write_days(workspace, days, force, progress)
 
 
+@step("ingest events", makes="table")
+def ingest_events(workspace: Workspace, table: str, force: bool) -> IngestResult:
+    """Logs of events -> days of their table. Safe to repeat: a day is replaced as a whole or not at all."""
+    config, events = workspace.config, workspace.config.events[table]
+    context = SourceContext(
+        events.source, LabelColumns(), workspace.warehouse, table, ROOT, workspace.home / "logs",
+        memory_bytes=config.ingest.memory_bytes, events=events,
+    )  # fmt: skip
+    checks = config.ingest.checks.model_copy(update={"key": None})
+    settings = config.ingest.model_copy(update={"order_by": (*events.key, events.time), "checks": checks})
+    show = partial(show_checks, workspace, table)
+    with workspace.lock(workspace.lock_of(table)), workspace.console.progress(table) as progress:
+        return extract(context, settings, (), force, progress, show, workspace.console.log.warning)
+
+
 @step("enrich", makes="table")
 def enrich(workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool) -> EnrichResult:
     """Columns of feature sources -> warehouse days. Safe to repeat: finished days are skipped."""
     config = workspace.config
-    joined = config.features.joined
+    joined = [*config.features.joined, *(one for one in config.features.logs if one.stored)]
     with workspace.lock(workspace.ingest_lock), workspace.console.progress() as progress:
         show = partial(progress, "enrich")
         return write_columns(joined, workspace.warehouse, config.name, ROOT, start, end, force, show)
@@ -54,7 +70,7 @@ def write_days(
     Args:
         days: Empty: all days.
     """
-    config, show = workspace.config, partial(show_checks, workspace)
+    config, show = workspace.config, partial(show_checks, workspace, workspace.config.name)
     if config.source.table is not None:
         return adopt(workspace.warehouse, config.name, config.features, config.ingest, days, force, report, show)
     return extract(
@@ -69,19 +85,40 @@ def write_days(
 
 
 def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) -> dict[str, Any]:
-    """Writes the source's days and accounts for each row.
+    """Writes the source's days, after those of the event tables, and accounts for each row.
 
     Args:
-        day: The one day to write; None: all days of the source.
+        day: The one day to write; None: all days of the source. Of event tables, all new or changed days are written.
         force: Also writes days that the warehouse already has from the same input, and days that lose something.
     """
+    events = ingest_event_tables(workspace, force)
     result = ingest(workspace, () if day is None else (day,), force)
-    name, log = workspace.config.name, workspace.console.log
-    foreign = workspace.config.source.table
+    account = _account(workspace, workspace.config.name, result, workspace.config.source.table)
+    written = any(one["status"] == "ok" for one in [account, *events.values()])
+    return account | ({"events": events, "status": "ok" if written else "skipped"} if events else {})
+
+
+def ingest_event_tables(workspace: Workspace, force: bool) -> dict[str, Any]:
+    """Writes new and changed days of all event tables. Returns table -> what was done, as `ingest_days`."""
+    return {
+        table: _account(workspace, table, ingest_events(workspace, table, force), None)
+        for table in workspace.config.events
+    }
+
+
+def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str | None) -> dict[str, Any]:
+    """Says what an ingest did, and returns it.
+
+    Args:
+        name: The table.
+        foreign: `source.table`.
+    """
+    log = workspace.console.log
     if result.days_skipped:
         log.info(
-            "skipped: %s days %s",
+            "skipped: %s days of table %s %s",
             len(result.days_skipped),
+            name,
             "are in the warehouse from the same input" if foreign is None else "are as they were checked",
         )
     if result.days_changed and foreign is not None:
@@ -103,6 +140,8 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
             "%s days broke a rule and are held back in table %s, the first is %s. Table %s keeps its versions of them",
             len(result.days_held), held_back_name(name), result.days_held[0], name,
         )  # fmt: skip
+    if result.days_expired:
+        log.info("%s days of table %s are older than keep_days, and were removed", len(result.days_expired), name)
     if result.days_outdated:
         log.warning(
             "%s days of table %s have the rows and labels of an earlier config, the first is %s",
@@ -132,6 +171,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         "days_skipped": len(result.days_skipped),
         "days_held": len(result.days_held),
         "days_changed": len(result.days_changed),
+        "days_expired": len(result.days_expired),
         "days_checked": len(result.days_checked),
         "held": [f"{day}" for day in result.days_held],
         "days_backfilled": 0 if result.backfilled is None else len(result.backfilled.days_written),
@@ -146,7 +186,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         "left_out_rows": sum(rows.left_out for rows in result.by_day.values()),
         "by_day": {f"{day}": rows.model_dump() for day, rows in result.by_day.items()},
         "outcomes": {label: joined.model_dump() for label, joined in result.outcomes.items()},
-        "checks": summarize_checks(workspace, result.checked),
+        "checks": summarize_checks(workspace, name, result.checked),
     }
 
 
@@ -172,7 +212,7 @@ def require_one_config(ingested: Mapping[str, Any]) -> None:
 def enrich_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool
 ) -> dict[str, Any]:
-    """Backfills the columns of `features.joined` and declares new ones as beta in the catalogue."""
+    """Backfills columns of feature sources and stored logs, and declares new ones as beta in the catalogue."""
     result = enrich(workspace, start, end, force)
     declare_columns(workspace, result.columns)
     log = workspace.console.log

@@ -59,7 +59,7 @@ def score_rows(
     rows, mean, speed = 0, None, None
     if work.todo:
         model = _load_model(tracker, config.model_name, number, workspace.home / "tmp")
-        require_backfilled(config.features.joined, warehouse, source, list(model.columns), work.todo, ROOT)
+        require_backfilled(config.features.sources, warehouse, source, list(model.columns), work.todo, ROOT)
         began = time.perf_counter()
         with workspace.console.progress() as progress:
             done = score(config.scoring, warehouse, work, model, number, partial(progress, "score"))

@@ -10,6 +10,7 @@ from pipeline.data.config import PARTS, Part
 from pipeline.data.joined.source import PinnedSource, contents_by_day
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
+from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
 LEARNED: tuple[Part, ...] = ("train", "valid")
@@ -44,16 +45,20 @@ def describe_rows(
         if part in data:
             selection, contents = data[part].selection, warehouse.day_contents(data[part].snapshot)
             days = {f"{day}": contents[day] for day in selection.days}
-            joined = describe_joined(warehouse, data[part].joined, selection.days)
+            joined = describe_joined(warehouse, data[part].joined, data[part].snapshot, selection.days)
             found[part] = {"days": days, **selection.model_dump(mode="json", exclude={"days"}), **joined}
     return found
 
 
 def describe_joined(
-    warehouse: Warehouse, joined: Iterable[PinnedSource], days: Collection[datetime.date]
+    warehouse: Warehouse, joined: Iterable[PinnedSource], rows: SnapshotRef | None, days: Collection[datetime.date]
 ) -> dict[str, Any]:
-    """Returns the content of feature sources that rows of some days can read. Empty without sources."""
-    found = [contents_by_day(pinned, warehouse, days) for pinned in joined]
+    """Returns the content of feature sources that rows of some days can read. Empty without sources.
+
+    Args:
+        rows: The table of the rows. None: any table.
+    """
+    found = [contents_by_day(pinned, warehouse, rows, days) for pinned in joined]
     return {"joined": [{f"{day}": contents[day] for day in days} for contents in found]} if found else {}
 
 

@@ -313,7 +313,7 @@ def build_specs(
     new = [spec for part, spec in found.items() if part in chosen]
     columns = {name for spec in new for name in spec.columns}
     read = {day for spec in new for day in spec.selection.days}
-    require_backfilled(config.features.joined, warehouse, snapshot, columns, read, ROOT)
+    require_backfilled(config.features.sources, warehouse, snapshot, columns, read, ROOT)
     return found
 
 

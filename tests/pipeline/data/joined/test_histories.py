@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
 from pipeline.data.joined.sorting import SortedLayout, open_sorted
-from pipeline.data.joined.source import PinnedSource, SourceRows, pin_sources
+from pipeline.data.joined.source import PinnedSource, SourceRows, contents_by_day, pin_sources
 from pipeline.data.joined.stored import to_micros
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, ContractError, DataError
@@ -207,6 +207,37 @@ def by_day(log: pa.Table) -> pa.Table:
     log = log.filter(log.column("time").is_valid())
     days = pa.array([time.date() for time in log.column("time").to_pylist()], pa.date32())
     return log.append_column("day", days).sort_by([("day", "ascending")])
+
+
+@pytest.mark.parametrize("delay", [0, 86_400])
+@pytest.mark.parametrize("changed", range(DAYS))
+def test_the_content_of_a_day_is_what_its_rows_can_see_of_a_log(changed, delay, warehouse):
+    """Against the values themselves: where the content is the same, so are they."""
+    random = np.random.default_rng(changed)
+    rows, log = sample_rows(random), by_day(events(random))
+    day = START.date() + datetime.timedelta(days=changed)
+    snapshot = stored(warehouse, rows)
+    history = History(
+        table="watched", on="user", time="time", as_of="at", last=4, columns=["item"], delay_seconds=delay
+    )
+    days = rows.column("day").unique().to_pylist()
+
+    def pin(log: pa.Table) -> tuple[dict[datetime.date, str], dict[datetime.date, pa.Table]]:
+        stored(warehouse, log, "watched")
+        joined = pin_sources([history], Path(), warehouse)
+        read_rows = read(open_reader(warehouse, snapshot, ["day", "item"], None, joined))
+        found = {day: read_rows.filter(pc.equal(read_rows.column("day"), day)) for day in days}
+        return contents_by_day(joined[0], warehouse, snapshot, days), found
+
+    contents, values = pin(log)
+    more = by_day(events(random))
+    others, values_now = pin(more.filter(pc.equal(more.column("day"), day)))  # the other days of the log stay
+    assert [one for one in days if contents[one] == others[one]] == [
+        one for one in days if one < day + datetime.timedelta(seconds=delay)
+    ]
+    for one in days:
+        assert contents[one] != others[one] or values[one] == values_now[one]
+    assert values != values_now or changed == DAYS - 1
 
 
 LAYOUT = SortedLayout([pa.int64()], [pa.int64()], unique=False)

@@ -1,0 +1,205 @@
+"""Logs of events that an ingest keeps as tables, and what a change of them means for trainings that read them."""
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from pipeline.config import load
+from pipeline.data.joined.reader import open_reader
+from pipeline.errors import ConfigError, DataError
+from pipeline.extraction.writing import quarantine_name
+from pipeline.jobs.clean import remove_snapshots
+from pipeline.jobs.tables.ingest import enrich_days, ingest_days
+from pipeline.jobs.training.job import resolve_job
+from pipeline.jobs.workspace import Workspace
+
+FIRST = datetime.datetime(2024, 1, 1)
+Open = Callable[..., Workspace]
+
+
+def draw(day: int, rows: int, seed: int, **columns: Any) -> pd.DataFrame:
+    """Events or samples of a day in January 2024."""
+    random = np.random.default_rng(seed)
+    seconds = pd.to_timedelta(random.integers(0, 86_400, rows), unit="s")
+    times = (pd.Timestamp(FIRST) + pd.Timedelta(days=day - 1) + seconds).astype("datetime64[us]")
+    users = pd.array(random.integers(0, 9, rows), dtype="Int64")
+    return pd.DataFrame({"user": users, "at": times, "item": random.integers(0, 50, rows), **columns})
+
+
+@pytest.fixture
+def open_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Three days of samples and of a log. Keyword arguments are keys of the event table."""
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
+    for folder in ("rows", "log"):
+        (tmp_path / folder).mkdir()
+    for day in (1, 2, 3):
+        draw(day, 40, day).to_parquet(tmp_path / f"log/{day}.parquet")
+        label = np.arange(60) % 2
+        draw(day, 60, 10 + day, label=label, num=0.5).to_parquet(tmp_path / f"rows/{day}.parquet")
+
+    def make(stored: bool = False, prefix: str = "", **keys: Any) -> Workspace:
+        watched = {"path": f"{tmp_path}/log/*", "key": "user", "time": "at"} | keys
+        seen = {"table": "watched", "as_of": "at", "last": 5, "prefix": f"{prefix}seen_", "stored": stored}
+        count = {"table": "watched", "as_of": "at", "seconds": [7_200], "prefix": f"{prefix}num_", "stored": stored}
+        ids = {"columns": [f"{prefix}seen_item"], "transforms": [{"kind": "sigrid_hash", "size": 100}]}
+        values = {
+            "name": "ads", "events": {"watched": watched},
+            "source": {"path": f"{tmp_path}/rows/*.parquet", "day_column": "at"},
+            "features": {
+                "dense": [{"columns": ["num*"]}], "sparse": [ids], "histories": [seen], "windows": [count],
+            },
+            "split": {"days": {"train": ["2024-01-01", "2024-01-02"], "test": ["2024-01-03"]}},
+        }  # fmt: skip
+        return Workspace(load(values))
+
+    return make
+
+
+def add(workspace: Workspace, events: pd.DataFrame, name: str) -> dict[str, Any]:
+    """Adds a file to the log and ingests again. Returns what was done with the log."""
+    events.to_parquet(Path(workspace.config.events["watched"].path[:-1]) / name)  # type: ignore[arg-type]
+    done: dict[str, Any] = ingest_days(workspace, None, force=False)["events"]["watched"]
+    return done
+
+
+def stored(workspace: Workspace, table: str = "watched") -> pd.DataFrame:
+    snapshot = workspace.warehouse.current(table)
+    reader = workspace.warehouse.reader(snapshot, workspace.warehouse.schema(snapshot).names)
+    return pd.concat([reader.read(fragment).to_pandas() for fragment in reader.fragments()], ignore_index=True)
+
+
+def pin(workspace: Workspace) -> str:
+    return resolve_job(workspace, None, force=False).identity
+
+
+def test_a_log_becomes_days_sorted_by_key_and_time(open_: Open, tmp_path: Path) -> None:
+    workspace = open_(columns=["item"], rename={"item": "id"})
+    lost = draw(2, 3, 7, junk="x").assign(user=pd.array([None, 4, 5], dtype="Int64"))
+    lost.to_parquet(tmp_path / "log/2b.parquet")
+    with pytest.raises(ConfigError, match=r"events\.watched\.columns.*'item'"):
+        ingest_days(workspace, None, force=False)
+    workspace = open_(columns=["item"])
+    with pytest.raises(DataError, match=r"events of 1 day\(s\), worst 2024-01-02: .*user is null"):
+        ingest_days(workspace, None, force=False)
+    workspace = Workspace(workspace.config.model_copy(update={"ingest": workspace.config.ingest.model_copy(
+        update={"max_quarantined_share": 0.1})}))  # fmt: skip
+    done = ingest_days(workspace, None, force=False)["events"]["watched"]
+    assert (done["rows"], done["days_written"], done["quarantined"]) == (122, 3, {"user is null": 1})
+    parts = [pd.read_parquet(path) for path in sorted((tmp_path / "log").iterdir())]
+    expected = pd.concat(parts).dropna(subset="user").assign(day=lambda rows: rows["at"].dt.date)
+    expected = expected.sort_values(["day", "user", "at"], kind="stable")[["user", "at", "item", "day"]]
+    found = stored(workspace)
+    assert found.astype(str).values.tolist() == expected.astype(str).values.tolist()
+    assert len(stored(workspace, quarantine_name("watched"))) == 1
+    again = ingest_days(workspace, None, force=False)
+    assert (again["status"], again["events"]["watched"]["status"]) == ("skipped", "skipped")
+
+
+def test_only_what_a_row_can_see_makes_another_training(open_: Open) -> None:
+    workspace = open_()
+    assert ingest_days(workspace, None, force=False)["status"] == "ok"
+    before = pin(workspace)
+    later = add(workspace, draw(4, 30, 5), "4.parquet")
+    assert (later["days_written"], later["first_day"], later["last_day"]) == (1, "2024-01-01", "2024-01-04")
+    assert add(workspace, draw(3, 5, 6), "3b.parquet")["days_written"] == 1  # 3 January is judged, not learned
+    assert pin(workspace) == before
+    assert add(workspace, draw(1, 5, 7), "1b.parquet")["days_written"] == 1
+    assert pin(workspace) != before
+
+
+def test_a_day_that_would_lose_a_file_is_held_back(open_: Open, tmp_path: Path) -> None:
+    workspace = open_()
+    add(workspace, draw(1, 5, 7), "1b.parquet")
+    (tmp_path / "log/1b.parquet").unlink()
+    done = ingest_days(workspace, None, force=False)["events"]["watched"]
+    assert (done["days_held"], len(stored(workspace))) == (1, 125)
+
+
+def test_old_days_leave_the_table_and_do_not_come_back(open_: Open) -> None:
+    workspace = open_(keep_days=2)
+    ingest_days(workspace, None, force=False)
+    assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-02", "2024-01-03"]
+    done = add(workspace, draw(4, 30, 5), "4.parquet")
+    assert (done["days_written"], done["days_expired"]) == (1, 1)
+    ahead = draw(4, 2, 8).assign(at=pd.Timestamp("2190-01-01"))  # a wrong clock removes no day
+    done = add(workspace, ahead.astype({"at": "datetime64[us]"}), "ahead.parquet")
+    assert (done["days_written"], done["days_expired"]) == (1, 0)
+    assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-03", "2024-01-04", "2190-01-01"]
+
+
+def test_snapshots_of_a_log_go_with_those_of_the_samples(open_: Open) -> None:
+    workspace = open_()
+    for number in range(3):
+        add(workspace, draw(4 + number, 5, number), f"more-{number}.parquet")
+    retention = workspace.config.retention.model_copy(update={"snapshots_days": 1e-9, "leftovers_days": 1e-9})
+    left = Workspace(workspace.config.model_copy(update={"retention": retention}))
+    remove_snapshots(left, [], False)
+    assert len(left.warehouse.table("watched").snapshots()) == 1
+    assert len(stored(left)) == 135
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "where"),
+    [
+        ({"time": "item"}, ConfigError, r"events\.watched\.time 'item': expected timestamps or dates, got BIGINT"),
+        ({"time": "when"}, ConfigError, r"events\.watched\.time"),
+        ({"key": "usr"}, ConfigError, r"events\.watched\.key"),
+        ({"path": "nowhere/*.parquet"}, ConfigError, r"events\.watched\.path"),
+    ],
+)
+def test_a_wrong_declaration_is_named(open_: Open, keys: dict[str, Any], error: type[Exception], where: str) -> None:
+    with pytest.raises(error, match=where):
+        ingest_days(open_(**keys), None, force=False)
+
+
+def test_the_log_of_the_labels_needs_a_delay_under_any_name(open_: Open) -> None:
+    values = open_().config.model_dump(mode="json", exclude={"source": {"day"}})
+    values["source"]["outcomes"] = {"path": values["events"]["watched"]["path"], "labels": {}}
+    with pytest.raises(ConfigError, match=r"delay_seconds of features\.histories 'watched': expected 1 or more"):
+        load(values)
+    for logs in ("histories", "windows"):
+        values["features"][logs][0]["delay_seconds"] = 60
+    assert load(values).features.histories[0].delay_seconds == 60
+
+
+def test_other_engines_skip_files_by_the_times_in_them(open_: Open) -> None:
+    workspace = open_()
+    ingest_days(workspace, None, force=False)
+    scan = workspace.warehouse.table("watched").scan(row_filter="at >= '2024-01-02T00:00:00' and user > 2")
+    assert len(list(scan.plan_files())) == 2
+
+
+def computed(workspace: Workspace, prefix: str = "") -> str:
+    """The columns that the config reads, computed while it reads or from the table."""
+    names = ["day", "user", "at", "label", f"{prefix}seen_item", f"{prefix}num_count_7200"]
+    snapshot = workspace.warehouse.current("ads")
+    reader = open_reader(workspace.warehouse, snapshot, names, None, workspace.feature_joins())
+    return str([row for part in reader.fragments() for column in reader.read(part) for row in column.to_pylist()])
+
+
+def test_a_backfill_writes_what_is_computed_while_rows_are_read(open_: Open, tmp_path: Path) -> None:
+    """Also into days that come later, and into days that see a late event. No other day is written again."""
+    ingest_days(open_(), None, force=False)
+    expected, workspace = computed(open_()), open_(stored=True)
+    done = enrich_days(workspace, None, None, force=False)
+    assert (done["days_written"], done["columns"]) == (3, ["seen_item", "num_count_7200"])
+    assert computed(workspace) == expected
+    assert workspace.feature_joins() == ()
+    draw(4, 60, 14, label=np.arange(60) % 2, num=0.5).to_parquet(tmp_path / "rows/4.parquet")
+    draw(2, 20, 9).to_parquet(tmp_path / "log/2b.parquet")
+    assert ingest_days(workspace, None, force=False)["days_backfilled"] == 1
+    done = enrich_days(workspace, None, None, force=False)
+    assert (done["days_written"], done["days_skipped"]) == (2, 2)
+    assert computed(workspace) == computed(open_(prefix="new_"), "new_") != expected
+
+
+def test_days_without_a_backfill_are_not_read_as_days_without_events(open_: Open) -> None:
+    ingest_days(open_(), None, force=False)
+    enrich_days(open_(stored=True), datetime.date(2024, 1, 2), None, force=False)
+    with pytest.raises(ConfigError, match=r"features\.histories 'watched' \(stored\): .* no backfill of 2024-01-01"):
+        pin(open_(stored=True))
