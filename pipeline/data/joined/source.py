@@ -6,32 +6,28 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as pc_csv
-import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
-from pipeline.data.files import CSV, Stamp, address_of, find_files, fingerprint, stamp
+from pipeline.data.files import Stamp, address_of, find_files, fingerprint, stamp
 from pipeline.data.filters import check_filter, parse_filter
-from pipeline.data.joined.stored import MICROS, key_type, stored_type, to_days, to_key_form, to_micros, to_stored_form
-from pipeline.errors import ConfigError, ContractError, DataError
+from pipeline.data.joined.raw import RawRows
+from pipeline.data.joined.stored import MICROS, key_type, stored_type, to_key_form, to_micros, to_stored_form
+from pipeline.errors import ConfigError, DataError
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.schema import resolve, unknown_column
 from storage.arrow import is_list
-from storage.objects import find_objects, is_address, open_file
 from storage.reader import DAY, SnapshotRef, compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse
 
 PLACE = "__place"
 """Column with the place of a row in its batch."""
-CSV_BLOCK_BYTES = 8 << 20
-"""Bytes of a CSV file parsed at a time. The first block decides the column types."""
 
 
 class PinnedSource(BaseModel, frozen=True):
@@ -135,7 +131,7 @@ def _bounds(
     return dict(zip(found, zip(micros[::2], micros[1::2], strict=True), strict=True))
 
 
-class FeatureSource:
+class FeatureSource(RawRows):
     """Rows of a pinned feature source, in the types that the warehouse stores.
 
     Attributes:
@@ -150,9 +146,10 @@ class FeatureSource:
     """
 
     def __init__(self, pinned: PinnedSource, warehouse: Warehouse) -> None:
-        self.pinned, self.warehouse, self.source = pinned, warehouse, pinned.source
-        self.bytes_read = 0
-        self.raw = self._raw_schema()
+        self.pinned, self.source = pinned, pinned.source
+        super().__init__(
+            warehouse, pinned.where, pinned.files, pinned.stamps, pinned.snapshot, pinned.source.day_column
+        )
         own = [name for name in self.raw.names if not pa.types.is_null(self.raw.field(name).type)]
         named = [self.source.day_column, self.source.time]
         needed = [*self.source.on, *(one for one in named if one is not None)]
@@ -188,7 +185,7 @@ class FeatureSource:
         day = None if day is None else day - self.lag
         time = [] if self.source.time is None else [self.source.time]
         columns = list(dict.fromkeys([*self.source.on, *time, *(self.added[name] for name in names)]))
-        for batch in self._batches(list(dict.fromkeys([*columns, *self.compared])), day):
+        for batch in self.batches(list(dict.fromkeys([*columns, *self.compared])), day):
             kept, where = self._filtered(batch).select(columns), self.pinned.where
             keys = [to_key_form(f"{where}, key '{name}'", kept.column(name)) for name in self.source.on]
             values = [to_stored_form(kept.column(self.added[name]), self.kinds[name]) for name in names]
@@ -241,115 +238,11 @@ class FeatureSource:
         return datetime.timedelta(days=self.source.lag_days)
 
     def _own_days(self) -> dict[datetime.date, str]:
-        column = self.source.day_column
-        if column is None:
+        if self.day_column is None:
             return {}
         if self.pinned.snapshot is not None:
             return self.warehouse.day_contents(self.pinned.snapshot)
-        found: dict[datetime.date, list[Stamp]] = {}
-        for path, status in zip(self.pinned.files, self.pinned.stamps, strict=True):
-            seen: set[datetime.date] = set()
-            for batch in self._read(path, [column], None):
-                seen.update(self._days_of(batch).unique().drop_null().to_pylist())
-            for day in seen:
-                found.setdefault(day, []).append(status)
-        return {day: fingerprint(found[day]) for day in sorted(found)}
-
-    def _raw_schema(self) -> pa.Schema:
-        if self.pinned.snapshot is not None:
-            return self.warehouse.schema(self.pinned.snapshot)
-        self._check_stamps()
-        try:
-            schemas = [self._schema_of(path) for path in self.pinned.files]
-            return pa.unify_schemas(schemas, promote_options="permissive")
-        except (OSError, pa.ArrowException) as error:
-            raise self._unreadable(error) from error
-
-    def _check_stamps(self) -> None:
-        for path, status in zip(self.pinned.files, self.pinned.stamps, strict=True):
-            if self._stamp_of(path) != tuple(status):
-                raise DataError(
-                    f"{self.pinned.where}, file '{path}'", "the file unchanged since the run started",
-                    "a changed or missing file", "Run the command again to use the files as they are now.",
-                )  # fmt: skip
-
-    def _open(self, path: str) -> pa.NativeFile:
-        return open_file(path, self.warehouse.config.catalog)
-
-    def _schema_of(self, path: str) -> pa.Schema:
-        with self._open(path) as file:
-            return _csv(_plain(path, file)).schema if CSV.search(path) else pq.read_schema(file)
-
-    def _stamp_of(self, path: str) -> Stamp | None:
-        """Returns the present stamp of a file, or None if it is gone."""
-        if is_address(path):
-            return next((stamp(one) for one in find_objects(path, self.warehouse.config.catalog)), None)
-        return stamp(Path(path)) if Path(path).exists() else None
-
-    def _batches(self, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
-        if self.pinned.snapshot is not None:
-            reader = self.warehouse.reader(self.pinned.snapshot, columns)
-            for fragment in reader.fragments(None if day is None else [day]):
-                yield from reader.batches(fragment)
-            self.bytes_read += reader.bytes_read
-            return
-        self._check_stamps()
-        dated = [self.source.day_column] if day is not None and self.source.day_column is not None else []
-        for path in self.pinned.files:
-            for batch in self._read(path, list(dict.fromkeys([*columns, *dated])), day):
-                mask = pc.equal(self._days_of(batch), pa.scalar(day, pa.date32())) if dated else None
-                yield batch if mask is None else batch.filter(mask)
-
-    def _read(self, path: str, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
-        """Reads columns of one file in their types over all files. Columns missing from the file are null."""
-        schema = pa.schema([self.raw.field(name) for name in columns]).remove_metadata()
-        try:
-            for batch in self._csv(path, schema) if CSV.search(path) else self._parquet(path, schema, day):
-                arrays = [
-                    batch.column(field.name).cast(field.type)
-                    if field.name in batch.schema.names
-                    else pa.nulls(batch.num_rows, field.type)
-                    for field in schema
-                ]
-                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-        except (OSError, pa.ArrowException) as error:
-            raise self._unreadable(error) from error
-
-    def _csv(self, path: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        with self._open(path) as file:
-            self.bytes_read += file.size()
-            yield from _csv(_plain(path, file), schema)
-
-    def _parquet(self, path: str, schema: pa.Schema, day: datetime.date | None) -> Iterator[pa.RecordBatch]:
-        with self._open(path) as opened, pq.ParquetFile(opened) as file:
-            names = [name for name in schema.names if name in file.schema_arrow.names]
-            for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
-                chunks = [group.column(i) for i in range(group.num_columns)]
-                if day is not None and not self._may_hold(chunks, day):
-                    continue
-                wanted = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
-                self.bytes_read += sum(chunk.total_compressed_size for chunk in wanted)
-                yield from file.iter_batches(row_groups=[number], columns=names, use_threads=False)
-
-    def _may_hold(self, chunks: Sequence[pq.ColumnChunkMetaData], day: datetime.date) -> bool:
-        """Tells from statistics whether a row group may have rows of a day."""
-        for chunk in chunks:
-            if chunk.path_in_schema == self.source.day_column and chunk.statistics is not None:
-                statistics = chunk.statistics
-                bounds = [_day(value) for value in (statistics.min, statistics.max)] if statistics.has_min_max else []
-                return None in bounds or not bounds or bounds[0] <= day <= bounds[1]
-        return True
-
-    def _days_of(self, batch: pa.RecordBatch) -> pa.Array:
-        assert self.source.day_column is not None
-        return to_days(f"{self.pinned.where}, day_column", batch.column(self.source.day_column))
-
-    def _unreadable(self, error: Exception) -> ContractError:
-        if isinstance(error, ContractError):
-            return error
-        reason = str(error).split("\n")[0].rstrip(".")
-        return DataError(self.pinned.where, "readable Parquet or CSV files", reason, "Repair the files.")
+        return self.days_of_files()
 
 
 def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema:
@@ -391,31 +284,3 @@ def to_filter_schema(columns: Iterable[pa.Field]) -> Schema:
 def without_field_ids(kind: pa.DataType) -> pa.DataType:
     """Removes field ids from a type: in another table they mean other columns."""
     return pa.list_(without_field_ids(kind.value_type)) if is_list(kind) else kind
-
-
-def _plain(path: str, file: pa.NativeFile) -> pa.NativeFile:
-    """Returns the content of a CSV file, uncompressed if its name says that it is compressed."""
-    named = CSV.search(path)
-    compressed = named is not None and named[1] is not None
-    return pa.CompressedInputStream(file, pa.Codec.detect(path).name) if compressed else file
-
-
-def _csv(file: pa.NativeFile, schema: pa.Schema | None = None) -> pc_csv.CSVStreamingReader:
-    convert = pc_csv.ConvertOptions()
-    if schema is not None:
-        convert = pc_csv.ConvertOptions(
-            column_types=schema, include_columns=schema.names, include_missing_columns=True, strings_can_be_null=True
-        )
-    return pc_csv.open_csv(file, pc_csv.ReadOptions(block_size=CSV_BLOCK_BYTES), convert_options=convert)
-
-
-def _day(value: Any) -> Any:
-    """Returns the day of a Parquet statistic, or None if it cannot be determined."""
-    if isinstance(value, datetime.datetime):
-        return value.date()
-    if isinstance(value, datetime.date):
-        return value
-    try:
-        return datetime.date.fromisoformat(value[:10])
-    except (TypeError, ValueError):
-        return None

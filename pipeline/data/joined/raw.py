@@ -1,0 +1,203 @@
+"""Reads rows of pinned files, or of a snapshot of a table, with the columns and types that they have there."""
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv as pc_csv
+import pyarrow.parquet as pq
+
+from pipeline.data.files import CSV, Stamp, fingerprint, stamp
+from pipeline.data.joined.stored import to_days
+from pipeline.errors import ContractError, DataError
+from storage.objects import find_objects, is_address, open_file
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse
+
+CSV_BLOCK_BYTES = 8 << 20
+"""Bytes of a CSV file parsed at a time. The first block decides the column types."""
+
+
+class RawRows:
+    """Rows of files or of a table, read in batches.
+
+    Attributes:
+        raw: Columns over all files.
+        bytes_read: Bytes of the columns read so far, compressed.
+
+    Args:
+        where: The files or the table as an error names them.
+        stamps: Of the files. A file with another stamp is refused.
+        snapshot: Of a table, in place of files.
+        day_column: Column of the files with a day.
+    Raises:
+        DataError: If a file is unreadable or has changed.
+    """
+
+    def __init__(
+        self,
+        warehouse: Warehouse,
+        where: str,
+        files: Sequence[str],
+        stamps: Sequence[Stamp],
+        snapshot: SnapshotRef | None = None,
+        day_column: str | None = None,
+    ) -> None:
+        self.warehouse, self.where, self.files, self.stamps = warehouse, where, files, stamps
+        self.snapshot, self.day_column = snapshot, day_column
+        self.bytes_read = 0
+        self.raw = self._raw_schema()
+
+    def _raw_schema(self) -> pa.Schema:
+        if self.snapshot is not None:
+            return self.warehouse.schema(self.snapshot)
+        self._check_stamps()
+        try:
+            schemas = [self._schema_of(path) for path in self.files]
+            return pa.unify_schemas(schemas, promote_options="permissive")
+        except (OSError, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
+
+    def _check_stamps(self) -> None:
+        changed = find_changed(self.files, self.stamps, self.warehouse.config.catalog)
+        if changed is not None:
+            raise DataError(
+                f"{self.where}, file '{changed}'", "the file unchanged since the run started",
+                "a changed or missing file", "Run the command again to use the files as they are now.",
+            )  # fmt: skip
+
+    def days_of_files(self) -> dict[datetime.date, str]:
+        """Returns day -> a hash of the files that have rows of it."""
+        column = self.day_column
+        assert column is not None
+        found: dict[datetime.date, list[Stamp]] = {}
+        for path, status in zip(self.files, self.stamps, strict=True):
+            seen: set[datetime.date] = set()
+            for batch in self._read(path, [column], None):
+                seen.update(self._days_of(batch).unique().drop_null().to_pylist())
+            for day in seen:
+                found.setdefault(day, []).append(status)
+        return {day: fingerprint(found[day]) for day in sorted(found)}
+
+    def _open(self, path: str) -> pa.NativeFile:
+        return open_file(path, self.warehouse.config.catalog)
+
+    def _schema_of(self, path: str) -> pa.Schema:
+        with self._open(path) as file:
+            return _csv(_plain(path, file)).schema if CSV.search(path) else pq.read_schema(file)
+
+    def batches(self, columns: Sequence[str], day: datetime.date | None = None) -> Iterator[pa.RecordBatch]:
+        """Yields columns of the rows of a day, or of all."""
+        if self.snapshot is not None:
+            reader = self.warehouse.reader(self.snapshot, columns)
+            for fragment in reader.fragments(None if day is None else [day]):
+                yield from reader.batches(fragment)
+            self.bytes_read += reader.bytes_read
+            return
+        self._check_stamps()
+        dated = [self.day_column] if day is not None and self.day_column is not None else []
+        for path in self.files:
+            for batch in self._read(path, list(dict.fromkeys([*columns, *dated])), day):
+                mask = pc.equal(self._days_of(batch), pa.scalar(day, pa.date32())) if dated else None
+                yield batch if mask is None else batch.filter(mask)
+
+    def _read(self, path: str, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
+        """Reads columns of one file in their types over all files. Columns missing from the file are null."""
+        schema = pa.schema([self.raw.field(name) for name in columns]).remove_metadata()
+        try:
+            for batch in self._csv(path, schema) if CSV.search(path) else self._parquet(path, schema, day):
+                arrays = [
+                    batch.column(field.name).cast(field.type)
+                    if field.name in batch.schema.names
+                    else pa.nulls(batch.num_rows, field.type)
+                    for field in schema
+                ]
+                yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+        except (OSError, pa.ArrowException) as error:
+            raise self._unreadable(error) from error
+
+    def _csv(self, path: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+        with self._open(path) as file:
+            self.bytes_read += file.size()
+            yield from _csv(_plain(path, file), schema)
+
+    def _parquet(self, path: str, schema: pa.Schema, day: datetime.date | None) -> Iterator[pa.RecordBatch]:
+        with self._open(path) as opened, pq.ParquetFile(opened) as file:
+            names = [name for name in schema.names if name in file.schema_arrow.names]
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                chunks = [group.column(i) for i in range(group.num_columns)]
+                if day is not None and not self._may_hold(chunks, day):
+                    continue
+                wanted = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
+                self.bytes_read += sum(chunk.total_compressed_size for chunk in wanted)
+                yield from file.iter_batches(row_groups=[number], columns=names, use_threads=False)
+
+    def _may_hold(self, chunks: Sequence[pq.ColumnChunkMetaData], day: datetime.date) -> bool:
+        """Tells from statistics whether a row group may have rows of a day."""
+        for chunk in chunks:
+            if chunk.path_in_schema == self.day_column and chunk.statistics is not None:
+                statistics = chunk.statistics
+                bounds = [_day(value) for value in (statistics.min, statistics.max)] if statistics.has_min_max else []
+                return None in bounds or not bounds or bounds[0] <= day <= bounds[1]
+        return True
+
+    def _days_of(self, batch: pa.RecordBatch) -> pa.Array:
+        assert self.day_column is not None
+        return to_days(f"{self.where}, day_column", batch.column(self.day_column))
+
+    def _unreadable(self, error: Exception) -> ContractError:
+        if isinstance(error, ContractError):
+            return error
+        reason = str(error).split("\n")[0].rstrip(".")
+        return DataError(self.where, "readable Parquet or CSV files", reason, "Repair the files.")
+
+
+def find_changed(files: Sequence[str], stamps: Sequence[Stamp], properties: Mapping[str, str]) -> str | None:
+    """Returns the first file that is gone or has another stamp. None: there is none.
+
+    Args:
+        properties: Access to object stores: `warehouse.catalog`.
+    """
+    for path, status in zip(files, stamps, strict=True):
+        if _stamp_of(path, properties) != tuple(status):
+            return path
+    return None
+
+
+def _stamp_of(path: str, properties: Mapping[str, str]) -> Stamp | None:
+    """Returns the present stamp of a file, or None if it is gone."""
+    if is_address(path):
+        return next((stamp(one) for one in find_objects(path, properties)), None)
+    return stamp(Path(path)) if Path(path).exists() else None
+
+
+def _plain(path: str, file: pa.NativeFile) -> pa.NativeFile:
+    """Returns the content of a CSV file, uncompressed if its name says that it is compressed."""
+    named = CSV.search(path)
+    compressed = named is not None and named[1] is not None
+    return pa.CompressedInputStream(file, pa.Codec.detect(path).name) if compressed else file
+
+
+def _csv(file: pa.NativeFile, schema: pa.Schema | None = None) -> pc_csv.CSVStreamingReader:
+    convert = pc_csv.ConvertOptions()
+    if schema is not None:
+        convert = pc_csv.ConvertOptions(
+            column_types=schema, include_columns=schema.names, include_missing_columns=True, strings_can_be_null=True
+        )
+    return pc_csv.open_csv(file, pc_csv.ReadOptions(block_size=CSV_BLOCK_BYTES), convert_options=convert)
+
+
+def _day(value: Any) -> Any:
+    """Returns the day of a Parquet statistic, or None if it cannot be determined."""
+    if isinstance(value, datetime.datetime):
+        return value.date()
+    if isinstance(value, datetime.date):
+        return value
+    try:
+        return datetime.date.fromisoformat(value[:10])
+    except (TypeError, ValueError):
+        return None
