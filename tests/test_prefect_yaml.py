@@ -47,6 +47,7 @@ def test_the_named_deployments_exist():
         "promote/promote",
         "rollback/rollback",
         "score/score",
+        "consistency/consistency",
         "register/register",
         "replay/replay",
         "report/report",

@@ -15,7 +15,7 @@ FLOWS = Path(__file__).resolve().parents[1]
 PURPOSES = {
     "Data": ("dataset", "ingest", "enrich", "backfill", "features", "layout", "suggest"),
     "Train": ("train", "end_to_end", "recurring", "checkpoint", "preprocess"),
-    "Models": ("serve", "score", "report", "promote", "rollback", "register", "replay"),
+    "Models": ("serve", "score", "consistency", "report", "promote", "rollback", "register", "replay"),
     "Search and compare": ("sweep", "release", "backtest", "sharding", "characterize", "estimate"),
     "Operate": ("clean", "deploy", "doctor", "examples", "ui", "reference"),
 }

@@ -140,11 +140,12 @@ def remove_moves(workspace: Workspace, dry_run: bool) -> Removed:
 
 @step("clean notes")
 def remove_notes(workspace: Workspace, dry_run: bool) -> list[Removed]:
-    """Notes of daily work -> old ones removed. Safe to repeat: verdicts, reports of ingests, records of reads."""
+    """Notes of daily work -> old ones removed. Safe to repeat: verdicts, reports of days, records of reads."""
     days, home, config = workspace.config.retention.runs_days, workspace.home, workspace.config
     places = {
         "verdicts": (home / "judged").glob(f"{config.model_name}-{DAY}.json"),
         "reports of ingests": (home / "reports").glob(f"ingest-{config.name}-{DAY}-{DAY}"),
+        "reports of consistency": (home / "reports").glob(f"consistency-{config.name}-{DAY}-{DAY}"),
         "records of reads": (home / READS / config.name).glob("*.json"),
     }
     return [_remove_old(kind, [] if days is None else found, days or 0, dry_run) for kind, found in places.items()]

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.config import RunConfig, load
 from pipeline.data.config import PARTS, Part
+from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.code_version import trained_by
@@ -72,6 +73,8 @@ class Record(BaseModel, frozen=True):
     """The version that this training continues."""
     days: Mapping[str, str] = {}
     """Learned day -> content of its rows, including the trainings that this one continues."""
+    joined: tuple[PinnedSource, ...] = ()
+    """Feature sources that were joined to the rows, histories and windows among them, as they were then."""
 
     @property
     def pinned(self) -> dict[Part, Selection | None]:
@@ -108,6 +111,7 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
         rows={part: spec.selection for part, spec in job.data.items()},
         continues=None if job.start is None else int(job.tags[TRAINED_FROM]),
         days=job.days,
+        joined=job.data["train"].joined,
     )
 
 

@@ -117,6 +117,7 @@ def test_verdicts_of_other_models_and_young_ones_stay(home: Path) -> None:
 def test_notes_of_each_night_go_with_its_runs(home: Path) -> None:
     old = [
         home / "reports" / "ingest-smoke-2025-01-01-2025-01-02" / "checks.json",
+        home / "reports" / "consistency-smoke-2025-01-01-2025-01-02" / "served.json",
         home / "reads" / "smoke" / "20250101-050000-0123abcd.json",
     ]
     kept = [
@@ -137,7 +138,8 @@ def test_notes_of_each_night_go_with_its_runs(home: Path) -> None:
     clean(open_(retention__runs_days=None), dry_run=False)
     assert all(path.exists() for path in old)
     removed = clean(open_(), dry_run=False)["removed"]
-    assert [removed[kind]["count"] for kind in ("reports of ingests", "records of reads")] == [1, 1]
+    kinds = ("reports of ingests", "reports of consistency", "records of reads")
+    assert [removed[kind]["count"] for kind in kinds] == [1, 1, 1]
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in (*kept, *young))
 

@@ -1,0 +1,304 @@
+"""Compares rows as they were served, or with sources as a training pinned them, with the same rows computed now."""
+
+import datetime
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel
+
+from pipeline.data.differences import ColumnDifferences, common_form, to_form
+from pipeline.data.files import CSV, address_of, find_files, stamp
+from pipeline.data.joined.raw import RawRows
+from pipeline.data.joined.reader import Reader, joined_schema, open_reader
+from pipeline.data.joined.source import PinnedSource
+from pipeline.errors import ConfigError, DataError, StorageError
+from pipeline.transforms.schema import unknown_column
+from storage.objects import is_address
+from storage.query import connect
+from storage.reader import SnapshotRef
+from storage.scratch import ScratchFolder
+from storage.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    import duckdb
+
+SERVED = "argument 'served'"
+MEMORY = "25%"
+"""Memory of DuckDB while it matches rows, of the machine's. It spills to disk."""
+BATCH_ROWS = 8_192
+PATH = ("/", "*", "?", ".parquet")
+"""What a path has and a table's name has not."""
+GROUP = "group_number"
+"""Column with the number of the set of columns that a served row has."""
+Report = Callable[[int, int], None]
+Columns = Mapping[str, pa.Array]
+"""Some rows: a column by its name."""
+
+
+class ConsistencyResult(BaseModel, frozen=True):
+    """How values of the same rows differ."""
+
+    rows: int
+    """Rows that were compared."""
+    only_then: int
+    """Rows that were served and are not in the table's days."""
+    only_now: int
+    """Rows of the table's days that were not served."""
+    features: tuple[Mapping[str, Any], ...]
+    """As `ColumnDifferences.summary`."""
+
+
+def open_served(warehouse: Warehouse, served: str, root: Path) -> list[RawRows]:
+    """Opens rows as they were served: each file, or a table of the warehouse.
+
+    Args:
+        served: A table's name, or a path or glob of Parquet or CSV files. Of a folder, its Parquet files.
+        root: Folder that relative paths start from.
+    Raises:
+        ConfigError: If there is no such file.
+        DataError: If a file is unreadable.
+        StorageError: If there is no such table.
+    """
+    where = f"{SERVED} '{served}'"
+    folder = not is_address(served) and (root / Path(served).expanduser()).is_dir()
+    if not folder and not CSV.search(served) and not any(part in served for part in PATH):
+        return [RawRows(warehouse, where, (), (), warehouse.current(served))]
+    files = find_files(f"{served}/*.parquet" if folder else served, root, SERVED, warehouse.config.catalog)
+    return [RawRows(warehouse, where, (address_of(file),), (stamp(file),)) for file in files]
+
+
+def compare_served(
+    warehouse: Warehouse,
+    served: Sequence[RawRows],
+    source: SnapshotRef,
+    joined: Sequence[PinnedSource],
+    columns: Sequence[str],
+    on: Sequence[str],
+    days: Mapping[datetime.date, int],
+    tolerance: float,
+    report: Report = lambda done, total: None,
+) -> ConsistencyResult:
+    """Compares served rows with the rows of a table, and of the sources joined to it, that have the same keys.
+
+    It needs no more memory than DuckDB may have: rows are matched on disk if they are many.
+
+    Args:
+        columns: Columns that a model reads. Those that were served are compared.
+        on: Columns that tell which row is which.
+        days: Day of the table -> its rows.
+        tolerance: As in `compare`.
+        report: Called with (done, total) while rows of the table are read.
+    Raises:
+        ConfigError: If a key is missing, none of the columns was served, or one was with a type of another kind.
+        DataError: If several rows have the same key.
+    """
+    table = joined_schema(warehouse, source, joined, [*on, *columns])
+    for name in on:
+        for names in (table.names, *(part.raw.names for part in served)):
+            if name not in names:
+                raise unknown_column("argument 'on'", name, names)
+    groups = list(dict.fromkeys(frozenset(part.raw.names) for part in served))
+    compared = [name for name in columns if name not in on and any(name in group for group in groups)]
+    if not compared:
+        raise ConfigError(
+            served[0].where, f"some of {', '.join(name for name in columns if name not in on)}",
+            f"{', '.join(served[0].raw.names)}", "Log the columns that the model reads under their own names.",
+        )  # fmt: skip
+    forms = {name: _form_of(name, table, served) for name in [*on, *compared]}
+    matching = _Matching(warehouse, on, compared, forms)
+    total = sum(days.values())
+
+    def served_rows(names: Sequence[str]) -> Iterator[Columns]:
+        for part in served:
+            number = groups.index(frozenset(part.raw.names))
+            for batch in part.batches([name for name in names if name in part.raw.names]):
+                found = {name: batch.column(name) for name in batch.schema.names}
+                absent = {name: pa.nulls(len(batch)) for name in names if name not in found}
+                yield {**found, **absent, GROUP: pa.array(np.full(len(batch), number, np.int32))}
+
+    def table_rows(names: Sequence[str], report: Report = lambda done, total: None) -> Iterator[Columns]:
+        done = 0
+        for batch in _read(open_reader(warehouse, source, names, None, joined), days):
+            yield {name: batch.column(name) for name in names}
+            done += len(batch)
+            report(done, total)
+
+    differences = {name: ColumnDifferences(name, tolerance) for name in compared}
+    rows = 0
+    with matching.connected():
+        before = matching.count(served_rows(on), served[0].where)
+        now = matching.count(table_rows(on), f"table '{source.table}'")
+        names = [*on, *compared]
+        for batch in matching.matches(served_rows(names), table_rows(names, report)):
+            rows += len(batch)
+            _add(batch, differences, groups, len(on))
+    return ConsistencyResult(
+        rows=rows,
+        only_then=before - rows,
+        only_now=now - rows,
+        features=tuple(one.summary() for one in differences.values()),
+    )
+
+
+def compare_pinned(
+    warehouse: Warehouse,
+    source: SnapshotRef,
+    then: Sequence[PinnedSource],
+    now: Sequence[PinnedSource],
+    columns: Sequence[str],
+    on: Sequence[str],
+    days: Mapping[datetime.date, int],
+    tolerance: float,
+    report: Report = lambda done, total: None,
+) -> ConsistencyResult:
+    """Compares the columns that sources add to the same rows in two states of the sources.
+
+    Args:
+        then, now: The same sources, pinned at two times.
+        columns: Columns that the sources add.
+        on: Columns of the table that name a row in the report.
+        days: Day of the table -> its rows.
+        tolerance: As in `compare`.
+        report: Called with (done, total).
+    """
+    names = list(dict.fromkeys([*columns, *on]))
+    readers = [open_reader(warehouse, source, names, None, joined) for joined in (then, now)]
+    schemas = [reader.empty().schema for reader in readers]
+    forms = {name: common_form(_column(name), *(one.field(name).type for one in schemas)) for name in columns}
+    differences = {name: ColumnDifferences(name, tolerance) for name in columns}
+    done, total = 0, sum(days.values())
+    for one, two in zip(*(_read(reader, days) for reader in readers), strict=True):
+        keys = [two.column(name) for name in on]
+        for name, form in forms.items():
+            before, after = (to_form(_column(name), batch.column(name), form) for batch in (one, two))
+            differences[name].add(before, after, keys)
+        done += len(two)
+        report(done, total)
+    features = tuple(one.summary() for one in differences.values())
+    return ConsistencyResult(rows=done, only_then=0, only_now=0, features=features)
+
+
+class _Matching:
+    """Finds the rows of two streams that have the same key. Rows without a key match none."""
+
+    def __init__(
+        self, warehouse: Warehouse, on: Sequence[str], compared: Sequence[str], forms: Mapping[str, pa.DataType]
+    ) -> None:
+        self.warehouse, self.on, self.compared, self.forms = warehouse, list(on), list(compared), forms
+        self.connection: duckdb.DuckDBPyConnection
+        self.failed: list[Exception] = []
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Opens DuckDB. Its errors become ours."""
+        import duckdb
+
+        cores = len(os.sched_getaffinity(0))
+        with (
+            ScratchFolder("served-", self.warehouse.home / "tmp") as folder,
+            connect([], Path(folder), MEMORY, cores) as self.connection,
+        ):
+            try:
+                yield
+            except (duckdb.Error, pa.ArrowException) as error:
+                if self.failed:  # DuckDB would only repeat its text
+                    raise self.failed[0] from None
+                reason, remedy = f"{error}".split("\n")[0].rstrip("."), "Make room in memory and on disk."
+                raise StorageError(SERVED, "rows that DuckDB can match", reason, remedy) from error
+
+    def count(self, rows: Iterator[Columns], where: str) -> int:
+        """Returns the number of rows.
+
+        Raises:
+            DataError: If a key occurs twice.
+        """
+        names = {name: f"key{i}" for i, name in enumerate(self.on)}
+        count = 0
+
+        def counted() -> Iterator[Columns]:
+            nonlocal count
+            for one in rows:
+                yield one
+                count += len(one[self.on[0]])
+
+        self._register("keys", counted(), names, {})
+        keys = ", ".join(names.values())
+        present = " AND ".join(f"{name} IS NOT NULL" for name in names.values())
+        query = f"SELECT {keys} FROM keys WHERE {present} GROUP BY {keys} HAVING count(*) > 1 LIMIT 1"
+        repeated = self.connection.execute(query).fetchone()
+        if repeated is not None:
+            found = f"several of {', '.join(f'{name} {value}' for name, value in zip(self.on, repeated, strict=True))}"
+            raise DataError(where, f"one row for each {', '.join(self.on)}", found, "Name more columns: on=[...].")
+        return count
+
+    def matches(self, then: Iterator[Columns], now: Iterator[Columns]) -> Iterator[pa.RecordBatch]:
+        """Yields keys, the number of the set of columns, and each compared column as it was and as it is."""
+        keys = {name: f"key{i}" for i, name in enumerate(self.on)}
+        before = {name: f"then{i}" for i, name in enumerate(self.compared)}
+        after = {name: f"now{i}" for i, name in enumerate(self.compared)}
+        self._register("before", then, keys | before, {GROUP: pa.int32()})
+        self._register("after", now, keys | after, {})
+        pairs = [name for pair in zip(before.values(), after.values(), strict=True) for name in pair]
+        wanted = ", ".join([*keys.values(), GROUP, *pairs])
+        query = f"SELECT {wanted} FROM before JOIN after USING ({', '.join(keys.values())})"
+        yield from self.connection.sql(query).to_arrow_reader(BATCH_ROWS)
+
+    def _register(
+        self, view: str, rows: Iterator[Columns], names: Mapping[str, str], more: Mapping[str, pa.DataType]
+    ) -> None:
+        """Makes rows a view of DuckDB, to be read once."""
+        schema = pa.schema([(short, self.forms[name]) for name, short in names.items()] + list(more.items()))
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            try:
+                for one in rows:
+                    own = [to_form(_column(name), one[name], self.forms[name]) for name in names]
+                    yield pa.RecordBatch.from_arrays([*own, *(one[name] for name in more)], schema=schema)
+            except Exception as error:
+                self.failed.append(error)
+                raise
+
+        self.connection.register(view, pa.RecordBatchReader.from_batches(schema, batches()))
+
+
+def _add(
+    batch: pa.RecordBatch, differences: Mapping[str, ColumnDifferences], groups: Sequence[frozenset[str]], keys: int
+) -> None:
+    """Compares the columns of matched rows that were served with them."""
+    number = batch.column(keys)
+    for i, (name, one) in enumerate(differences.items()):
+        having = [j for j, group in enumerate(groups) if name in group]
+        own = [batch.column(j) for j in [*range(keys), keys + 1 + 2 * i, keys + 2 + 2 * i]]
+        if len(having) < len(groups):
+            mask = pc.is_in(number, pa.array(having, pa.int32()))
+            own = [array.filter(mask) for array in own]
+        one.add(own[-2], own[-1], own[:-2])
+
+
+def _form_of(name: str, table: pa.Schema, served: Sequence[RawRows]) -> pa.DataType:
+    """Returns the form in which a column of all parts is compared."""
+    kinds = dict.fromkeys(part.raw.field(name).type for part in served if name in part.raw.names)
+    forms = [common_form(f"{SERVED}, {_column(name)}", kind, table.field(name).type) for kind in kinds]
+    return max(forms, key=_width)
+
+
+def _width(form: pa.DataType) -> int:
+    """Orders forms so that values of each fit into later ones."""
+    kind = form.value_type if pa.types.is_large_list(form) else form
+    order = (pa.bool_(), pa.int64(), pa.float64())
+    return order.index(kind) if kind in order else 0
+
+
+def _column(name: str) -> str:
+    return f"column '{name}'"
+
+
+def _read(reader: Reader, days: Iterable[datetime.date]) -> Iterator[pa.RecordBatch]:
+    for fragment in reader.fragments(days):
+        yield from reader.batches(fragment)
