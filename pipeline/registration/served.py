@@ -1,15 +1,17 @@
 """A version as a server holds it: its tables mapped from a file that all processes share."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from pipeline.registration.invocations import InvocationReader
-from pipeline.registration.request import TYPES
+from pipeline.registration.invocations import InvocationReader, of_records
+from pipeline.registration.request import TYPES, table_of
 from pipeline.registration.scorer import LoadedModel, check_finite
 from pipeline.registration.sides import Ranking, TwoSides
 
@@ -23,11 +25,15 @@ class ServedModel:
 
     Args:
         loaded: The model.
+        keep: Further columns of requests, with their types, to be among the rows. They never make a request fail.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
-        self.invocations, self.sides = InvocationReader(loaded), TwoSides(loaded)
+    def __init__(self, loaded: LoadedModel, keep: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.loaded, self.keep = loaded, {name: keep[name] for name in keep if name not in loaded.columns}
+        self.reading = copy.copy(loaded)
+        self.reading.columns = loaded.columns | self.keep
+        self.reading.defaults = loaded.defaults | dict.fromkeys(self.keep)
+        self.invocations, self.sides = InvocationReader(self.reading), TwoSides(loaded)
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -48,7 +54,7 @@ class ServedModel:
         Raises:
             InputError: If a column is missing, or a value is of the wrong kind.
         """
-        return self.loaded.table_of(rows)
+        return self.reading.table_of(rows)
 
     def score_rows(self, rows: pa.Table) -> npt.NDArray[np.float64]:
         """Returns the probabilities of converted rows, float64 [N].
@@ -64,7 +70,18 @@ class ServedModel:
         Raises:
             InputError: If a column is missing or given twice, or a value is of the wrong kind.
         """
-        return self.sides.rank(user, candidates)
+        ranking = self.sides.rank(user, candidates)
+        return self._keep_ranked(ranking, user, candidates) if self.keep else ranking
+
+    def _keep_ranked(self, ranking: Ranking, user: Mapping[str, Any], candidates: Any) -> Ranking:
+        """Adds the columns to keep to the candidates."""
+        rows = ranking.candidates
+        sent = candidates if isinstance(candidates, Mapping) else of_records(candidates) or {}
+        for name, kind in self.keep.items():
+            values = sent.get(name, [user.get(name)] * rows.num_rows)
+            column = {name: values if len(values) == rows.num_rows else [None] * rows.num_rows}
+            rows = rows.append_column(name, table_of(column, {name: kind}, {name: None}).column(name))
+        return ranking._replace(candidates=rows)
 
     def warm(self, example: Path | None = None) -> None:
         """Compiles and loads what the first requests would wait for.
@@ -81,6 +98,10 @@ class ServedModel:
                 self.score_rows(pa.concat_tables([rows] * count).slice(0, count))
 
 
-def open_served(folder: Path) -> ServedModel:
-    """Loads a packed model to serve it. Nobody may change its files."""
-    return ServedModel(LoadedModel(folder, mapped=True))
+def open_served(folder: Path, keep: Mapping[str, str] = MappingProxyType({})) -> ServedModel:
+    """Loads a packed model to serve it. Nobody may change its files.
+
+    Args:
+        keep: As in `ServedModel`.
+    """
+    return ServedModel(LoadedModel(folder, mapped=True), keep)

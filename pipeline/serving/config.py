@@ -1,6 +1,7 @@
 """ServingConfig: where a server listens, how much it takes, and which version it serves."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt
 
@@ -33,6 +34,9 @@ class ServingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Size of the largest body. A larger one gets status 413."""
     log: Path | None = None
     """Folder for Parquet files of the rows that were scored, with probability, time and version. None: no log."""
+    log_keep: dict[str, Literal["long", "double", "string", "timestamp"]] = {}
+    """Columns of requests, with their types, that the log takes although the model does not read them, such as
+    `{user_id: long, event_time: timestamp}`. `flows.consistency` matches rows by them. A row without one has null."""
     log_bytes: PositiveInt = 1 << 30
     """Size of the folder at which the log stops."""
 

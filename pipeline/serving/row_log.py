@@ -58,7 +58,8 @@ class RowLog:
         times = pa.repeat(pa.scalar(now, pa.timestamp("us")), rows.num_rows)
         versions = pa.repeat(pa.scalar(version.version, pa.int64()), rows.num_rows)
         for name, values in ((PROBABILITY, pa.array(scores)), (VERSION, versions), (TIME, times)):
-            rows = rows.append_column(name, values)
+            if name not in rows.column_names:  # the model's own column of that name stays
+                rows = rows.append_column(name, values)
         self._rows.put((version, rows, size))
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class RowLog:
                     parts, size = [], 0
 
     def _write(self, parts: list[pa.Table], size: int) -> None:
-        rows = pa.concat_tables(parts)
+        rows = pa.concat_tables(parts, promote_options="default")  # /rank has the columns in another order
         written = 0
         try:
             if sum(file.stat().st_size for file in self.folder.glob("*.parquet")) >= self.limit:

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from pipeline.registration.served import ServedModel
 
 
-def load(folder: Path, threads: int) -> "ServedModel":
+def load(folder: Path, config: ServingConfig) -> "ServedModel":
     """Loads a version that was downloaded to a folder, and makes it ready to answer."""
     import torch  # only now: the process answers while it imports this
 
     from pipeline.registration.served import open_served
     from pipeline.registration.versions import EXAMPLE, PACKED
 
-    torch.set_num_threads(threads)
-    model = open_served(folder / PACKED)
+    torch.set_num_threads(config.threads)
+    model = open_served(folder / PACKED, config.log_keep if config.log else {})
     model.warm(folder / EXAMPLE)
     return model
 
@@ -36,7 +36,7 @@ def main(words: list[str]) -> None:
     die_with_parent(int(words[2]))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S")
     config = ServingConfig.model_validate_json(words[0])
-    run_process(config, words[1], lambda folder: load(folder, config.threads), int(words[3]), int(words[4]))
+    run_process(config, words[1], lambda folder: load(folder, config), int(words[3]), int(words[4]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The application of one process, called in this one: routes, limits, errors, and changes of version under load."""
 
 import asyncio
+import datetime
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from models.config import DLRMConfig
@@ -22,6 +24,7 @@ from pipeline.serving.app import LoadedVersion, ScoringApp
 from pipeline.serving.bodies import ARROW, write_arrow
 from pipeline.serving.config import ServedVersion, ServingConfig
 from pipeline.serving.metrics import FOLDER, ServerMetrics
+from pipeline.serving.row_log import RowLog
 from pipeline.transforms.schema import FeatureSchema
 
 SCHEMA = FeatureSchema.model_validate(
@@ -78,6 +81,63 @@ async def send(
 
 def ask(app: ScoringApp, path: str, body: Any = None, **options: Any) -> Reply:
     return asyncio.run(send(app, path, body, **options))
+
+
+def test_the_log_keeps_columns_that_the_model_does_not_read(model, tmp_path):
+    """In all protocols, with null for what is absent or of another type. No answer changes."""
+    kept = ServedModel(model.loaded, {"row": "long", "shown": "timestamp", "age": "long"})
+    log = RowLog(tmp_path / "log", 1 << 20, lambda written, dropped: None)
+    app = ScoringApp(ServingConfig(), "demo", ServerMetrics(), log)
+    app.swap(LoadedVersion(version(3), kept))
+    plain = serving(model)
+    more = {"row": [1, 2, "x"], "shown": ["2025-03-01 10:00:00", None, "2025-03-02"]}
+    records = [dict(zip(more | ROWS, values, strict=True)) for values in zip(*(more | ROWS).values(), strict=True)]
+    whole = pa.table(
+        {"row": [4, None, 6]}
+        | {name: pa.array(ROWS[name], COLUMNS.field(name).type) for name in ("tags", "at", "age")}
+        | {"user": [1, 2, 3]}
+    )
+    tensors = [
+        {"name": "age", "shape": [1], "datatype": "FP64", "data": [20.0]},
+        {"name": "user", "shape": [1], "datatype": "INT64", "data": [7]},
+        {"name": "tags", "shape": [1, 1], "datatype": "BYTES", "data": [["a"]]},
+        {"name": "at", "shape": [1], "datatype": "BYTES", "data": ["x"]},
+        {"name": "row", "shape": [1], "datatype": "INT64", "data": [7]},
+    ]
+    candidates = [{name: one[name] for name in ("tags", "at", "row")} for one in records[:2]]
+    user = {"age": 20.0, "user": 7, "shown": "2025-03-05"}
+    for path, body in (
+        ("/invocations", {"inputs": ROWS | more}),
+        ("/invocations", {"dataframe_records": records}),
+        (
+            "/invocations",
+            {"dataframe_records": [{"user": [2**61 + 1], "at": "y", "tags": None, "age": None, "row": None}]},
+        ),
+        ("/invocations", write_table(whole)),
+        ("/v2/models/demo/infer", {"inputs": tensors}),
+        ("/rank", {"user": user, "candidates": candidates}),
+        ("/rank", {"user": user | {"row": 9}, "candidates": [{"tags": None, "at": None}]}),
+        ("/rank", {"user": user, "candidates": []}),
+        ("/rank", {"user": user, "candidates": {"tags": [["a"]], "at": ["x"], "row": ["x"]}}),
+    ):
+        options = {"content_type": ARROW} if isinstance(body, bytes) else {}
+        answer = ask(app, path, body, **options)
+        assert answer.status == 200, answer.body
+        assert answer.body == ask(plain, path, body, **options).body
+    log.close()
+    found = pa.concat_tables([pq.read_table(file) for file in (tmp_path / "log").iterdir()])
+    assert found["row"].to_pylist() == [1, 2, None] * 2 + [None] + [4, None, 6] + [7] + [1, 2] + [9] + [None]
+    day = datetime.datetime(2025, 3, 5)
+    times = [datetime.datetime(2025, 3, 1, 10), None, datetime.datetime(2025, 3, 2)]
+    assert found["shown"].to_pylist() == times * 2 + [None] * 5 + [day] * 4
+    assert found.schema.field("age").type == pa.float64()
+
+
+def write_table(rows: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_table(rows)
+    return bytes(sink.getvalue().to_pybytes())
 
 
 @pytest.fixture

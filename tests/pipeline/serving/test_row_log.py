@@ -45,6 +45,20 @@ def test_rows_are_written_with_probability_time_and_version(tmp_path):
     assert (counts.written, counts.dropped) == (5, 0)
 
 
+def test_columns_in_another_order_go_to_the_same_file(tmp_path):
+    """Ranked candidates have the user's columns last. A column `time` of the model stays."""
+    log = RowLog(tmp_path, 1 << 20, Counted())
+    rows = ROWS.append_column("time", pa.array(["a", "b"]))
+    log.add(version(1), rows, np.array([0.25, 0.5]))
+    log.add(version(1), rows.select(["tags", "time", "age"]), np.array([0.75, 1.0]))
+    log.close()
+    [file] = tmp_path.iterdir()
+    found = pq.read_table(file)
+    assert found.column_names == ["age", "tags", "time", "probability", "model_version"]
+    assert found["age"].to_pylist() == [1.0, None] * 2
+    assert found["time"].to_pylist() == ["a", "b"] * 2
+
+
 def test_a_slow_disk_drops_rows_and_delays_nobody(tmp_path, monkeypatch):
     go, begun, counts = threading.Event(), threading.Event(), Counted()
     write = pq.write_table
