@@ -1,13 +1,33 @@
-"""Both ways give the same features. Nothing is timed here."""
+"""All ways give the same features. Nothing is timed here."""
 
 from pathlib import Path
 
-from benchmarks.histories import read_all, tables
+import pytest
+
+from benchmarks.histories import generate, read_all, tables
 
 
-def test_cut_and_stored_lists_are_the_same_features(tmp_path: Path) -> None:
-    specs = tables(tmp_path, rows=3_000, events=20_000, users=100, length=15)
+@pytest.mark.parametrize("order", ["time", "session"])
+def test_cut_and_stored_lists_are_the_same_features(order: str, tmp_path: Path) -> None:
+    samples, log = generate(rows=3_000, events=20_000, users=100, session_rows=7, order=order)
+    specs = tables(tmp_path, samples, log, length=15, short=4)
     assert not specs["stored"].joined
     assert specs["cut"].joined
-    digests = {way: read_all(spec)["digest"] for way, spec in specs.items()}
+    found = {way: read_all(spec) for way, spec in specs.items()}
+    digests = {way: one["digest"] for way, one in found.items()}
     assert digests["cut"] == digests["stored"]
+    assert digests["cut, short"] == digests["stored, short"] != digests["cut"]
+    assert found["stored, short"]["read_megabytes"] == found["stored"]["read_megabytes"], "whole lists are decoded"
+
+
+def test_sessions_follow_one_another() -> None:
+    samples, _ = generate(rows=2_000, events=1_000, users=5_000, session_rows=10, order="session")
+    by_time, _ = generate(rows=2_000, events=1_000, users=5_000, session_rows=10)
+    users = samples.column("user").to_numpy()
+    assert (users[1:] == users[:-1]).mean() > 0.85
+    assert (
+        by_time.select(["at", "user"])
+        .sort_by([("at", "ascending"), ("user", "ascending")])
+        .equals(samples.select(["at", "user"]).sort_by([("at", "ascending"), ("user", "ascending")]))
+    )
+    assert samples.column("day").to_pylist() == sorted(samples.column("day").to_pylist())
