@@ -116,7 +116,7 @@ def clicks(folder: Path, length: int, oldest: bool, knows: str) -> Keys:
         oldest: Whether the oldest of them is a feature, too.
         knows: Column with the best probability that the model's features allow.
     """
-    hashed = [{"kind": "sigrid_hash", "size": 4_096}]
+    ids = [{"kind": "clamp", "low": 0, "high": ITEMS - 1}]  # hashed items would share rows of the table
     log = {"path": f"{folder}/log.parquet", "on": "user", "time": "time", "as_of": "at", "columns": "item"}
     histories = [log | {"last": length, "prefix": "seen_"}] if length else []
     derived = []
@@ -125,7 +125,7 @@ def clicks(folder: Path, length: int, oldest: bool, knows: str) -> Keys:
         histories.append(log | {"last": length - 1, "prefix": "newer_"})
         lists = {"inputs": ["seen_item", "newer_item"], "output": "oldest_item"}
         derived.append({"kind": "id_list_transform", "mode": "difference"} | lists)
-    sparse = [{"columns": columns, "pooling": "mean", "transforms": hashed}]
+    sparse = [{"columns": columns, "pooling": "mean", "transforms": ids}]
     return {
         "name": "clicks",
         "source": {"path": f"{folder}/samples.parquet", "day_column": "at"},
