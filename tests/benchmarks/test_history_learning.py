@@ -64,6 +64,7 @@ def test_the_table_has_means_and_half_ranges() -> None:
     assert render([found]).splitlines()[-1] == "| generated | last 20 | 0.8500 | 0.0500 | 0.6500 | 0.5000 |"
 
 
+@pytest.mark.slow
 def test_the_event_that_decides_is_learned_if_it_is_a_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.history_learning.ITEMS", 8)
     monkeypatch.setattr("benchmarks.history_learning.NTH", 4)
