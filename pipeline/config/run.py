@@ -1,5 +1,6 @@
 """RunConfig: the configs of all stages in one object, loaded from YAML."""
 
+import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -279,7 +280,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         outcomes = None if self.source.outcomes is None else self.source.outcomes.path
         label, sources = self.features.label, self.features.sources
         own = [log for log in sources if log.table == self.name]
-        telling = [log for log in own if any(fnmatchcase(label, name) for name in log.columns)]
+        filtered = {log for log in self.features.logs if re.search(rf"\b{re.escape(label)}\b", log.where or "")}
+        telling = [log for log in own if log in filtered or any(fnmatchcase(label, name) for name in log.columns)]
         logs = {table for table, events in self.events.items() if share_files(events.path, outcomes)}
         shared = [log for log in (*sources, *self.source.lookups) if share_files(log.path, outcomes)]
         for log in (*telling, *shared, *(log for log in sources if log.table in logs)):

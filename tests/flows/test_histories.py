@@ -155,7 +155,8 @@ def test_a_log_of_the_labels_needs_a_delay(logs):
         "as_of": "at",
     }
     own = {key: value for key, value in HISTORY.items() if key != "columns"} | {"table": "histories", "columns": "lab*"}
-    for features in ({"joined": [versions]}, {"histories": [own]}):
+    clicked = own | {"columns": "num", "where": "label = 1"}
+    for features in ({"joined": [versions]}, {"histories": [own]}, {"histories": [clicked]}):
         with pytest.raises(ConfigError, match=r"expected 1 or more, because it has the labels"):
             load(given | {"features": CONFIG["features"] | features})
     looked_up = {**versions, "path": outcomes["path"]}
