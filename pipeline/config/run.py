@@ -179,7 +179,10 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             return values
 
         def completed(log: Any) -> Any:
-            events = given.get(log.get("table")) if isinstance(log, Mapping) else None
+            table = log.get("table") if isinstance(log, Mapping) else None
+            events = given.get(table) if isinstance(table, str) else None
+            if isinstance(events, EventTable):
+                events = events.model_dump()
             if not isinstance(events, Mapping):
                 return log
             own = {"on": events.get("key"), "time": events.get("time")}
@@ -195,6 +198,23 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             raise ConfigError(
                 f"events.{self.name}", "another name than the table of the samples", self.name, "Rename one of them."
             )
+        for log in self.features.logs:
+            events = self.events.get(log.table or "")
+            if events is not None and (log.on, log.time) != (events.key, events.time):
+                raise ConfigError(
+                    f"on and time of {log.place}", f"{', '.join(events.key)} and {events.time}, of its event table",
+                    f"{', '.join(log.on)} and {log.time}", "Leave them out.",
+                )  # fmt: skip
+            if log.stored and events is not None and events.keep_days is not None:
+                raise ConfigError(
+                    f"stored of {log.place}", "an event table that keeps all days, because an old day would be written "
+                    "again without the events that are gone", f"keep_days={events.keep_days}", "Leave out one of them.",
+                )  # fmt: skip
+            if log.stored and log.table == self.name:
+                raise ConfigError(
+                    f"stored of {log.place}", "another table than that of the samples: each backfill would change the "
+                    "log itself", "true", "Leave it out.",
+                )  # fmt: skip
         return self
 
     @model_validator(mode="after")
@@ -277,14 +297,18 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     @model_validator(mode="after")
     def _logs_tell_no_label(self) -> Self:
-        outcomes = None if self.source.outcomes is None else self.source.outcomes.path
         label, sources = self.features.label, self.features.sources
-        own = [log for log in sources if log.table == self.name]
+        outcomes = None if self.source.outcomes is None else self.source.outcomes.path
+        samples = self.source.path if self.source.outcomes is None else None
+        paths = {
+            log: self.events[log.table].path if log.table and log.table in self.events else log.path for log in sources
+        }
+        own = [log for log in sources if log.table == self.name or share_files(paths[log], samples)]
         filtered = {log for log in self.features.logs if re.search(rf"\b{re.escape(label)}\b", log.where or "")}
         telling = [log for log in own if log in filtered or any(fnmatchcase(label, name) for name in log.columns)]
-        logs = {table for table, events in self.events.items() if share_files(events.path, outcomes)}
-        shared = [log for log in (*sources, *self.source.lookups) if share_files(log.path, outcomes)]
-        for log in (*telling, *shared, *(log for log in sources if log.table in logs)):
+        shared = [log for log in sources if share_files(paths[log], outcomes)]
+        sides = [side for side in self.source.lookups if share_files(side.path, outcomes)]
+        for log in (*telling, *shared, *sides):
             if log.as_of is not None and not log.delay_seconds:
                 raise ConfigError(
                     f"delay_seconds of {log.place}", "1 or more, because it has the labels", "0",

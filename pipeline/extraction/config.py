@@ -383,7 +383,7 @@ class EventTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     rename: Mapping[str, str] = {}
     """As `source.rename`."""
     keep_days: PositiveInt | None = None
-    """Days to keep, counted back from the newest. An ingest takes older ones out of the table. None: all."""
+    """How many days with events to keep: the newest ones. An ingest takes others out of the table. None: all."""
 
     @property
     def source(self) -> SourceConfig:

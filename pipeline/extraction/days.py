@@ -41,11 +41,16 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     `refresh` says so.
     """
     schema = context.schema
-    source = context.source.ingested()
+    events, source = context.events, context.source.ingested()
     lookups = {one: context.find(one.path, "source.lookups path") for one in context.source.lookups}
     refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
-    kept = schema.weight if context.events is None else list(context.events.columns)
-    shared = fingerprint([source, context.label, kept, _as_json(map(stamp, refreshed)), list(order_by)])
+    if events is None:
+        declared = [source, schema.label, schema.weight]
+        definition = fingerprint([_definition(context.source), *declared[1:]])[:16]
+    else:  # whatever the path is called, the stamps name the files
+        declared = [events.model_dump(mode="json", exclude={"path", "format", "keep_days"})]
+        definition = fingerprint(["events", *declared])[:16]
+    shared = fingerprint([*declared, _as_json(map(stamp, refreshed)), list(order_by)])
     stamps = {address_of(rows.read[path]): stamp(path) for path in [*rows.files, *rows.outcomes]}
     texts = {address: _as_json([one]) for address, one in stamps.items()}
     windows = None if rows.join is None else rows.join.windows_by_day(rows.view)
@@ -55,7 +60,6 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         f" {'NULL' if windows is None else which} FROM {rows.view} GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
     sides = {one.path: fingerprint(_as_json(map(stamp, files)))[:16] for one, files in lookups.items()}
-    definition = fingerprint([_definition(context.source), context.label, kept])[:16]
     days = []
     for day, count, bad, files, aside in found:
         content: list[object] = [shared, [texts[file] for file in files]]
@@ -83,21 +87,21 @@ def _definition(source: SourceConfig) -> dict[str, Any]:
 
 
 def first_kept(days: Collection[datetime.date], events: EventTable | None) -> datetime.date:
-    """Returns the first day that `keep_days` keeps. A day in the future, of a wrong clock, removes no other."""
-    today = datetime.datetime.now(datetime.UTC).date()
-    past = [day for day in days if day <= today]
-    if events is None or events.keep_days is None or not past:
+    """Returns the first day that `keep_days` keeps."""
+    if events is None or events.keep_days is None or len(days) <= events.keep_days:
         return datetime.date.min
-    return max(past) - datetime.timedelta(days=events.keep_days - 1)
+    return sorted(days)[-events.keep_days]
 
 
-def select_days(days: Sequence[SourceDay], only: Iterable[datetime.date]) -> list[SourceDay]:
+def select_days(days: Sequence[SourceDay], only: Iterable[datetime.date], key: str = "source.path") -> list[SourceDay]:
     """Returns the days in `only`, or all days if it is empty.
 
+    Args:
+        key: Config key that names the source.
     Raises:
         EmptyDatasetError: If the source has no day at all, or lacks one of `only`.
     """
-    asked = asked_days([day.day for day in days], only, "the source", "source.path")
+    asked = asked_days([day.day for day in days], only, "the source", key)
     return [day for day in days if day.day in asked]
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from pydantic import BaseModel
 
 from pipeline.data.day_notes import DayNote, day_notes
-from pipeline.errors import DataError, EmptyDatasetError
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, DayCheck, worst_outcome
 from pipeline.extraction.config import IngestConfig, Rule, Verdict
 from pipeline.extraction.days import (
@@ -35,7 +35,7 @@ from pipeline.extraction.intake import (
 from pipeline.extraction.join import LabelJoin
 from pipeline.extraction.losses import StoredDay, add_statistics, find_losses, read_stored_days
 from pipeline.extraction.opening import OpenSource, Report, SourceContext, fingerprint, open_source_rows
-from pipeline.extraction.refill import Refill, plan_refill, refill_days
+from pipeline.extraction.refill import Refill, name_of, plan_refill, refill_days
 from pipeline.extraction.samples import count_rows, maps_of, number_columns
 from pipeline.extraction.writing import order_clause, write_days
 from pipeline.transforms.schema import FeatureSchema
@@ -132,6 +132,8 @@ class _Plan:
     stored: Mapping[datetime.date, StoredDay]
     """The requested days as the table has them. Only due days have statistics."""
     refill: Refill
+    definition: str
+    """Fingerprint of what the config says rows and labels are."""
     first: datetime.date
     """The first day that `keep_days` of an event table keeps."""
     elsewhere: int
@@ -185,10 +187,12 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     """Sorts the days of the source by what the table has of them, and attributes outcomes to those that are due."""
     rows, context = ingest.rows, ingest.context
     days = survey(rows, context, ingest.config.order_by)
-    first = first_kept([day.day for day in days], context.events)
-    wanted = [day for day in select_days(days, context.only) if day.day >= first]
-    _refuse_bad_days(ingest, wanted)
     stored = context.warehouse.written_days(context.table)
+    first = first_kept({*stored, *(day.day for day in days)}, context.events)
+    wanted = [day for day in select_days(days, context.only, context.place("path")) if day.day >= first]
+    if context.events is not None and not ingest.force:
+        _refuse_other_declaration(context, days[0].note.definition)
+    _refuse_bad_days(ingest, wanted)
     written = {} if ingest.force else stored
     held = {} if ingest.force else context.warehouse.written_days(held_back_name(context.table))
     theirs = context.warehouse.changed_days(context.table)
@@ -203,7 +207,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     held_identities = {day.day: fingerprint([day.identity, rules, refillable[day.day]])[:16] for day in wanted}
     left = [day for day in wanted if day.identity not in (written.get(day.day), same.get(day.day))]
     held_back = [day for day in left if held.get(day.day) == held_identities[day.day]]
-    noted = {"refill": tuple(one.name for one in joined if one.stored or one in refill.columns)}
+    noted = {"refill": tuple(name_of(one) for one in joined if one.stored or one in refill.columns)}
     due = [replace(day, note=day.note.model_copy(update=noted)) for day in left if day not in held_back]
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))
@@ -218,9 +222,24 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         theirs=theirs.keys(),
         held_back=held_back,
         held_identities=held_identities,
+        definition=days[0].note.definition,
         first=first,
-        elsewhere=0 if context.only else len(stored.keys() - {day.day for day in days}),
+        elsewhere=0 if context.only else sum(day >= first for day in stored.keys() - {day.day for day in days}),
     )
+
+
+def _refuse_other_declaration(context: SourceContext, definition: str) -> None:
+    """Refuses a table of samples, and an event table of another declaration, whose days would lack columns."""
+    warehouse = context.warehouse
+    if not warehouse.has_table(context.table):
+        return
+    noted = day_notes(warehouse, warehouse.current(context.table)).values()
+    if any(note.definition != definition for note in noted):
+        raise ConfigError(
+            f"events.{context.table}", "the key, time and columns that its table was written with",
+            "others, or a table of samples",
+            "Restore them, choose another name, or write all of it again: `python -m flows.ingest CONFIG force=true`.",
+        )  # fmt: skip
 
 
 def _refuse_bad_days(ingest: _Ingest, days: Sequence[SourceDay]) -> None:
@@ -328,8 +347,11 @@ def _write_days(ingest: _Ingest, days: Sequence[SourceDay], intake: Intake | Non
 
 def _expire_days(context: SourceContext, first: datetime.date) -> list[datetime.date]:
     """Removes the days before `first` from the table, and returns them."""
+    if first == datetime.date.min:
+        return []
     warehouse, table = context.warehouse, context.table
     gone = [day for day in warehouse.day_rows(warehouse.current(table)) if day < first]
+    release_days(warehouse, table, [day for day in warehouse.written_days(held_back_name(table)) if day < first])
     if gone:
         warehouse.replace_days(table, dict.fromkeys(gone, "expired"), warehouse.table(table).schema().as_arrow(), [], 0)
     return gone
@@ -347,7 +369,7 @@ def _result(
 ) -> IngestResult:
     rows, due = ingest.rows, [*passed, *broken]
     touched = {*(day.day for day in [*due, *plan.held_back]), *plan.changed}
-    snapshot, definition = ingest.context.warehouse.current(ingest.context.table), plan.wanted[0].note.definition
+    snapshot = ingest.context.warehouse.current(ingest.context.table)
     noted = day_notes(ingest.context.warehouse, snapshot)
     return IngestResult(
         snapshot=snapshot,
@@ -370,7 +392,7 @@ def _result(
         days_changed=tuple(plan.changed),
         days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
         days_open=tuple(day.day for day in plan.wanted if day.note.open),
-        days_outdated=tuple(sorted(day for day, note in noted.items() if note.definition not in ("", definition))),
+        days_outdated=tuple(sorted(day for day, note in noted.items() if note.definition not in ("", plan.definition))),
         stale_lookups=_count_stale(noted, [day for day in plan.wanted if day.day in plan.unchanged]),
         checked=checked,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.extraction.enrich import EnrichResult, enrich, fillable_columns
 from pipeline.extraction.losses import StoredDay
-from pipeline.transforms.joins import AnySource
+from pipeline.transforms.joins import AnySource, FeatureJoin
 from storage.warehouse import Warehouse
 
 
@@ -19,8 +19,13 @@ class Refill:
 
     def columns_of(self, day: datetime.date, sources: Collection[str] | None = None) -> set[str]:
         """Returns the columns that can be backfilled into a day, from all feature sources or from those named."""
-        of = [days for one, days in self.columns.items() if sources is None or one.name in sources]
+        of = [days for one, days in self.columns.items() if sources is None or name_of(one) in sources]
         return {name for days in of for name in days.get(day, ())}
+
+
+def name_of(source: AnySource) -> str:
+    """Returns a name for notes. Several histories and windows may read one table."""
+    return source.name if isinstance(source, FeatureJoin) else f"{source.place} {', '.join(source.added_names())}"
 
 
 def plan_refill(

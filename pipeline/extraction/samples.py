@@ -124,7 +124,13 @@ def add_event_types(
             "Set date_format for text, or write timestamps.",
         )  # fmt: skip
     chosen = dict.fromkeys([*keys, time, *resolve(events.columns, names, place("columns"))])
-    kept = [name for name in chosen if types[name].removesuffix("[]") != _NULLS and name.lower() != DAY]
+    for name in chosen:
+        if name.lower() == DAY:  # the table's day is made of the time
+            raise ConfigError(
+                f"{place('columns')} '{name}'", f"columns with other names than {DAY}, the table's own column", name,
+                f'Rename it: {place("rename")}={{"{name}": "date"}}.',
+            )  # fmt: skip
+    kept = [name for name in chosen if types[name].removesuffix("[]") != _NULLS]
     _check_names(sorted(name for name in kept if not NAME.fullmatch(name)))
     typed = [f"{_cast(name, types[name], False, name in floats)} AS {quote(name)}" for name in kept]
     reasons = [f"WHEN {quote(name)} IS NULL THEN '{name} is null'" for name in keys]

@@ -4,6 +4,7 @@ import datetime
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,9 @@ def remove_notes(workspace: Workspace, dry_run: bool) -> list[Removed]:
     days, home, config = workspace.config.retention.runs_days, workspace.home, workspace.config
     places = {
         "verdicts": (home / "judged").glob(f"{config.model_name}-{DAY}.json"),
-        "reports of ingests": (home / "reports").glob(f"ingest-{config.name}-{DAY}-{DAY}"),
+        "reports of ingests": chain.from_iterable(
+            (home / "reports").glob(f"ingest-{table}-{DAY}-{DAY}") for table in (config.name, *config.events)
+        ),
         "reports of consistency": (home / "reports").glob(f"consistency-{config.name}-{DAY}-{DAY}"),
         "records of reads": (home / READS / config.name).glob("*.json"),
     }

@@ -89,9 +89,10 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
 
     Args:
         day: The one day to write; None: all days of the source. Of event tables, all new or changed days are written.
-        force: Also writes days that the warehouse already has from the same input, and days that lose something.
+        force: Also writes days that the warehouse already has from the same input, and days that lose something. With
+            `day`, this is not for event tables.
     """
-    events = ingest_event_tables(workspace, force)
+    events = ingest_event_tables(workspace, force and day is None)
     result = ingest(workspace, () if day is None else (day,), force)
     account = _account(workspace, workspace.config.name, result, workspace.config.source.table)
     written = any(one["status"] == "ok" for one in [account, *events.values()])
@@ -160,8 +161,9 @@ def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str
         log.info("%s days keep the values of an earlier '%s'. Set refresh=past_days to write them again", stale, path)
     for reason, rows in result.quarantined.items():
         log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
-    done = [*result.days_written, *result.days_checked]
-    touched = sorted({*done, *result.days_skipped, *result.days_held, *result.days_changed})
+    done = [*result.days_written, *result.days_checked, *result.days_expired]
+    seen = (result.days_written, result.days_checked, result.days_skipped, result.days_held, result.days_changed)
+    touched = sorted({day for days in seen for day in days})
     return {
         "status": "ok" if done else "skipped",
         "table": result.snapshot.table,
@@ -177,8 +179,8 @@ def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str
         "days_backfilled": 0 if result.backfilled is None else len(result.backfilled.days_written),
         "days_outdated": [f"{day}" for day in result.days_outdated],
         "days_open": [f"{day}" for day in result.days_open],
-        "first_day": str(touched[0]),
-        "last_day": str(touched[-1]),
+        "first_day": str(touched[0]) if touched else None,
+        "last_day": str(touched[-1]) if touched else None,
         "quarantined": dict(result.quarantined),
         "quarantined_rows": sum(result.quarantined.values()),
         "unmatched_lookups": dict(result.unmatched),

@@ -126,10 +126,10 @@ def test_old_days_leave_the_table_and_do_not_come_back(open_: Open) -> None:
     assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-02", "2024-01-03"]
     done = add(workspace, draw(4, 30, 5), "4.parquet")
     assert (done["days_written"], done["days_expired"]) == (1, 1)
-    ahead = draw(4, 2, 8).assign(at=pd.Timestamp("2190-01-01"))  # a wrong clock removes no day
+    ahead = draw(4, 2, 8).assign(at=pd.Timestamp("2190-01-01"))  # a wrong clock counts as one day
     done = add(workspace, ahead.astype({"at": "datetime64[us]"}), "ahead.parquet")
-    assert (done["days_written"], done["days_expired"]) == (1, 0)
-    assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-03", "2024-01-04", "2190-01-01"]
+    assert (done["days_written"], done["days_expired"]) == (1, 1)
+    assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-04", "2190-01-01"]
 
 
 def test_snapshots_of_a_log_go_with_those_of_the_samples(open_: Open) -> None:
@@ -203,3 +203,40 @@ def test_days_without_a_backfill_are_not_read_as_days_without_events(open_: Open
     enrich_days(open_(stored=True), datetime.date(2024, 1, 2), None, force=False)
     with pytest.raises(ConfigError, match=r"features\.histories 'watched' \(stored\): .* no backfill of 2024-01-01"):
         pin(open_(stored=True))
+
+
+def test_a_table_of_another_declaration_is_not_written(open_: Open) -> None:
+    ingest_days(open_(), None, force=False)
+    with pytest.raises(ConfigError, match=r"events\.watched: expected the key, time and columns that its table was"):
+        ingest_days(open_(columns=["item"]), None, force=False)
+    assert ingest_days(open_(columns=["item"]), None, force=True)["events"]["watched"]["days_written"] == 3
+    samples = open_().config.model_dump(mode="json", exclude={"source": {"day"}}) | {"name": "other"}
+    samples["events"] = {"ads": samples["events"]["watched"] | {"keep_days": 1}}
+    for logs in ("histories", "windows"):
+        samples["features"][logs][0]["table"] = "ads"
+    with pytest.raises(ConfigError, match=r"events\.ads: expected .* or a table of samples"):
+        ingest_days(Workspace(load(samples)), None, force=False)
+
+
+def test_one_forced_day_of_samples_forces_no_events(open_: Open) -> None:
+    ingest_days(open_(), None, force=False)
+    done = ingest_days(open_(), datetime.date(2024, 1, 2), force=True)
+    assert (done["days_written"], done["events"]["watched"]["status"]) == (1, "skipped")
+
+
+@pytest.mark.parametrize(
+    ("events", "stored", "log", "where"),
+    [
+        ({}, False, {"time": "item"}, r"on and time of features\.histories 'watched': expected user and at"),
+        ({"keep_days": 9}, True, {}, r"stored of features\.histories 'watched': .*keep_days=9"),
+        ({}, True, {"table": "ads", "on": "user", "time": "at"}, r"stored of features\.histories 'ads'"),
+    ],
+)
+def test_logs_that_do_not_fit_their_table_are_refused(
+    open_: Open, events: dict[str, Any], stored: bool, log: dict[str, Any], where: str
+) -> None:
+    values = open_().config.model_dump(mode="json", exclude={"source": {"day"}})
+    values["events"]["watched"] |= events
+    values["features"]["histories"][0] |= {"stored": stored} | log
+    with pytest.raises(ConfigError, match=where):
+        load(values)
