@@ -66,9 +66,12 @@ def _adds_newest(few: Items, many: Items) -> bool:
 
 @compiled
 def _adds_between(few: Items, many: Items) -> bool:
-    """Whether `many` is the items of `few` with others between them, for which the oldest may have fallen off."""
+    """Whether `many` is the items of `few` with others between them.
+
+    Of full lists, which are as long, the oldest items may have fallen off: half of them must still be there.
+    """
     found = 0
     for item in many:
         if found < len(few) and item == few[found]:
             found += 1
-    return found > 0
+    return found == len(few) or (len(few) == len(many) and 2 * found >= len(few))
