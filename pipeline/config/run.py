@@ -33,7 +33,7 @@ from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig
 from pipeline.search.config import ReleaseConfig, SweepConfig
 from pipeline.training.config import HOST_SHARDING, SPANS, TrainConfig, requested_sharding_types
-from pipeline.transforms.joins import FeatureJoin, share_files
+from pipeline.transforms.joins import EventWindow, FeatureJoin, History, share_files
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema, SparseGroup
 from storage.config import NAME, PARTS, StorageConfig, WarehouseConfig, find_owner
@@ -64,6 +64,8 @@ NEW_KEYS: Mapping[type[BaseModel], Collection[str]] = {
     TrainConfig: ("lanes", "hosts", "network_bytes_per_second"),
     FeatureSchema: ("histories", "windows"),
     FeatureJoin: ("valid_from", "as_of", "delay_seconds"),
+    History: ("stored",),
+    EventWindow: ("stored",),
     SparseGroup: ("weights",),
 }
 """Section -> keys that earlier versions lacked. A key at its default has no part in the identity."""
@@ -193,7 +195,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return {**values, "features": {**features, **added}}
 
     @model_validator(mode="after")
-    def _events_have_their_own_tables(self) -> Self:
+    def _logs_fit_event_tables(self) -> Self:
         if self.name in self.events:
             raise ConfigError(
                 f"events.{self.name}", "another name than the table of the samples", self.name, "Rename one of them."
@@ -373,11 +375,10 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             values["training"] = {key: value for key, value in values["training"].items() if key not in PLACEMENT_KEYS}
         hidden = ("allow_deprecated", "map_keys")  # names of keys are keys by now
         features = {key: value for key, value in values["features"].items() if key not in hidden}
-        for logs in ("histories", "windows"):
-            read = [one for one in features[logs] if not one["stored"]]
-            features[logs] = [{key: value for key, value in one.items() if key != "stored"} for one in read]
+        kinds: dict[str, type[BaseModel]] = {"joined": FeatureJoin, "histories": History, "windows": EventWindow}
+        for key, kind in kinds.items():
+            features[key] = [_without_new(one, kind) for one in features[key] if not one["stored"]]
         features = _without_new(features, FeatureSchema)
-        features["joined"] = [_without_new(one, FeatureJoin) for one in features["joined"] if not one["stored"]]
         features["sparse"] = [_without_new(one, SparseGroup) for one in features["sparse"]]
         for group in (*features["dense"], *features["sparse"]):
             del group["on_missing"]  # decides whether a training starts, not what it learns

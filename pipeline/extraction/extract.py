@@ -73,7 +73,7 @@ class IngestResult(BaseModel, frozen=True):
     backfilled: EnrichResult | None = None
     """The columns of feature sources that were written into the days."""
     days_expired: tuple[datetime.date, ...] = ()
-    """Days of an event table that were older than `keep_days` and have been removed."""
+    """Days of an event table that `keep_days` no longer keeps. They have been removed."""
     stale_lookups: Mapping[str, int] = {}
     """Side table -> number of skipped days with earlier values of it."""
     checked: CheckResult = CheckResult()
@@ -229,12 +229,15 @@ def _plan_days(ingest: _Ingest) -> _Plan:
 
 
 def _refuse_other_declaration(context: SourceContext, definition: str) -> None:
-    """Refuses a table of samples, and an event table of another declaration, whose days would lack columns."""
+    """Refuses a table of samples, and an event table of another declaration, whose days would lack columns.
+
+    The newest day tells: days that the source no longer has stay as they are, also with `force`.
+    """
     warehouse = context.warehouse
     if not warehouse.has_table(context.table):
         return
-    noted = day_notes(warehouse, warehouse.current(context.table)).values()
-    if any(note.definition != definition for note in noted):
+    noted = day_notes(warehouse, warehouse.current(context.table))
+    if noted and noted[max(noted)].definition != definition:
         raise ConfigError(
             f"events.{context.table}", "the key, time and columns that its table was written with",
             "others, or a table of samples",

@@ -142,7 +142,11 @@ def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str
             len(result.days_held), held_back_name(name), result.days_held[0], name,
         )  # fmt: skip
     if result.days_expired:
-        log.info("%s days of table %s are older than keep_days, and were removed", len(result.days_expired), name)
+        log.info(
+            "%s days of table %s were removed, because newer ones are as many as keep_days",
+            len(result.days_expired),
+            name,
+        )
     if result.days_outdated:
         log.warning(
             "%s days of table %s have the rows and labels of an earlier config, the first is %s",
