@@ -62,6 +62,44 @@ def test_spark_and_duckdb_read_what_we_write(spark: Spark, duck: DuckDb, own: Wa
     assert len(read(own, name)) == 150
 
 
+@pytest.mark.parametrize(
+    ("filtered", "kept"),
+    [
+        ("at >= TIMESTAMP'2025-01-02 12:00:00 UTC'", range(75, 150)),
+        ("at < TIMESTAMP'2025-01-01 01:00:00 UTC'", range(3)),
+        ("local > TIMESTAMP_NTZ'2025-01-03 00:00:00'", range(101, 150)),
+        ("bought = DATE'2025-01-02' AND id < 60", range(50, 60)),
+        ("late IS NULL", range(150)),
+    ],
+)
+def test_spark_skips_no_row_by_the_bounds_that_we_write(
+    spark: Spark, own: Warehouse, filtered: str, kept: range
+) -> None:
+    """It reads only files that may have such a row, and believes our metadata."""
+    table = f"t{uuid.uuid4().hex[:12]}"
+    start = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
+    times = [start + datetime.timedelta(minutes=1_440 / 50 * i) for i in range(150)]
+    rows = TABLE.select([DAY, "id"])
+    rows = rows.append_column("at", pa.array(times, pa.timestamp("us", "UTC")))
+    rows = rows.append_column("local", pa.array([time.replace(tzinfo=None) for time in times], pa.timestamp("us")))
+    rows = rows.append_column("bought", TABLE.column(DAY))
+    rows = rows.append_column("late", pa.nulls(150, pa.timestamp("us")))
+    own.replace_days(table, WRITTEN, rows.schema, rows.to_batches(), 150)
+    found = spark.sql(f"SELECT id FROM dlrm.dlrm.{table} WHERE {filtered}")
+    assert sorted(one for (one,) in found) == list(kept)
+
+
+def test_bounds_of_times_that_spark_wrote_are_those_of_its_rows(spark: Spark, own: Warehouse) -> None:
+    table = f"t{uuid.uuid4().hex[:12]}"
+    spark.sql(f"CREATE TABLE dlrm.dlrm.{table} (day DATE, at TIMESTAMP) USING iceberg PARTITIONED BY (day)")
+    values = (
+        "(DATE'2025-01-01', TIMESTAMP'2025-01-01 00:00:01 UTC'), (DATE'2025-01-01', TIMESTAMP'1969-12-31 23:59:59 UTC')"
+    )
+    spark.sql(f"INSERT INTO dlrm.dlrm.{table} VALUES {values}")
+    opened = Warehouse(WarehouseConfig(catalog=spark.properties("dlrm")), own.home)
+    assert opened.day_bounds(opened.current(table), "at") == {DAYS[0]: (-1_000_000, 1_735_689_601_000_000)}
+
+
 CHANGES = {
     "update": "UPDATE {table} SET num = 555 WHERE day = DATE'2025-01-01' AND id < 10",
     "delete": "DELETE FROM {table} WHERE day = DATE'2025-01-01' AND id < 10",

@@ -218,6 +218,14 @@ def test_a_table_of_another_declaration_is_not_written(open_: Open) -> None:
         ingest_days(Workspace(load(samples)), None, force=False)
 
 
+def test_a_new_declaration_of_a_log_that_has_lost_old_files_stands(open_: Open, tmp_path: Path) -> None:
+    ingest_days(open_(), None, force=False)
+    (tmp_path / "log/1.parquet").unlink()
+    assert ingest_days(open_(columns=["item"]), None, force=True)["events"]["watched"]["days_written"] == 2
+    again = ingest_days(open_(columns=["item"]), None, force=False)["events"]["watched"]
+    assert (again["status"], len(stored(open_()))) == ("skipped", 120)
+
+
 def test_one_forced_day_of_samples_forces_no_events(open_: Open) -> None:
     ingest_days(open_(), None, force=False)
     done = ingest_days(open_(), datetime.date(2024, 1, 2), force=True)
