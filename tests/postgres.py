@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -46,8 +47,11 @@ def serving_postgres() -> Iterator[str]:
                 _wait(address, process)
                 yield address
             finally:
-                process.kill()
-                process.wait()
+                process.send_signal(signal.SIGINT)  # SIGKILL would leave its shared memory behind
+                try:
+                    process.wait(60)
+                finally:
+                    process.kill()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

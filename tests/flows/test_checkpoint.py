@@ -20,6 +20,7 @@ from pipeline.config.files import ROOT
 from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.workspace import Workspace
 from tests.digest import hash_weights
+from tests.segments import left_since, segments
 
 CONFIG = "configs/smoke.yaml"
 
@@ -138,7 +139,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, com
     environment = os.environ | {"DLRM_HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary")}
     for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
         environment.pop(name, None)
-    segments = set(os.listdir("/dev/shm"))
+    before = segments()
     line = [sys.executable, "-m", "flows.train", *words]
     with subprocess.Popen(
         line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -156,9 +157,9 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, com
     assert any(ports)
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [process.cmdline() for process in alive]
-    limit = time.monotonic() + 15  # other tests may run at the same time
-    while not set(os.listdir("/dev/shm")) <= segments:
-        assert time.monotonic() < limit
+    limit = time.monotonic() + 15
+    while found := left_since(before):
+        assert time.monotonic() < limit, found
         time.sleep(0.05)
     assert not list((tmp_path / "temporary").glob("dlrm-*"))
     environment["PREFECT_API_URL"] = str(PREFECT_API_URL.value())  # the other flow needs no server of its own
@@ -173,7 +174,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, com
                 time.sleep(0.05)
         finally:
             flow.send_signal(signal.SIGKILL)
-    before = stored(tmp_path / "home", "select key, value from params order by key")
+    params = stored(tmp_path / "home", "select key, value from params order by key")
     monkeypatch.setenv(
         "MLFLOW_TRACKING_URI", ""
     )  # MLflow sets it for the whole process; it must not be the smoke run's
@@ -182,7 +183,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, com
     assert result["train"]["weights_sha256"] == smoke["train"]["weights_sha256"]
     assert "resumed at step" in log
     assert stored(tmp_path / "home", "select run_uuid, status from runs") == [(result["mlflow_run_id"], "FINISHED")]
-    assert stored(tmp_path / "home", "select key, value from params order by key") == before
+    assert stored(tmp_path / "home", "select key, value from params order by key") == params
     assert stored(tmp_path / "home", "select key, step from metrics group by key, step having count(*) > 1") == []
     steps = stored(tmp_path / "home", "select step from metrics where key = 'train/ne_window' order by step")
     assert steps == [(step,) for step in range(1, 21)]

@@ -42,6 +42,7 @@ from tests.pipeline.preprocessing.reference import (
     order_hash,
     source_of,
 )
+from tests.segments import left_since, segments
 
 Serve = Callable[..., Service]
 
@@ -549,7 +550,7 @@ def test_fault_18_a_killed_master_takes_its_workers_along_and_the_order_continue
     stop_at: int, sources: Callable[[str], BatchSource], data: DataSpec, days: list[pa.Table], tmp_path: Path
 ) -> None:
     (tmp_path / "spec.json").write_text(data.model_dump_json())
-    shared = set(os.listdir("/dev/shm"))
+    shared = segments()
     command = [sys.executable, "-W", "ignore", "-c", MASTER, str(tmp_path / "spec.json"), str(tmp_path / "service")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, bufsize=0) as process:
         assert process.stdout is not None
@@ -564,7 +565,7 @@ def test_fault_18_a_killed_master_takes_its_workers_along_and_the_order_continue
         process.kill()
     eventually(lambda: not any(alive(pid) for pid in known), 15.0, "workers outlive their master")
     assert address not in Path("/proc/net/unix").read_text(encoding="utf-8")
-    eventually(lambda: set(os.listdir("/dev/shm")) <= shared, 15.0, "shared memory outlives its master")
+    eventually(lambda: not left_since(shared), 15.0, "shared memory outlives its master")
     assert {path.name for path in (tmp_path / "service").iterdir()} == {"workers.json", "worker-1.log", "worker-2.log"}
     ranks = [client(sources("inline"), data, rank=rank, world_size=2).batches(position) for rank in range(2)]
     rest = [joined(shares) for shares in zip(*ranks, strict=True)]

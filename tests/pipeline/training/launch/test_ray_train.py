@@ -22,7 +22,7 @@ needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="
 
 
 def start(spec: RankSpec, on_event: Callable[[Event], object], restart_limit: int = 1) -> Event:
-    limits = Limits(deadline_seconds=280, hang_seconds=120, restart_limit=restart_limit)
+    limits = Limits(deadline_seconds=800, hang_seconds=400, restart_limit=restart_limit)
     ranks = spec.training.world_size
     return run_ranks_on_ray(
         "pipeline.jobs.training.rank", spec, Path(spec.folder), ranks, 1, limits, on_event, ROOT, None
