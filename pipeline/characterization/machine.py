@@ -19,7 +19,7 @@ SLOW_SECONDS = 0.1
 """A product of a sixteenth of the rows that takes longer than this is not repeated with all rows."""
 
 
-class Machine(BaseModel, frozen=True, use_attribute_docstrings=True):
+class Machine(BaseModel, frozen=True):
     """Resources and peak rates of a machine with all requested threads. On CUDA, the rates of one device.
 
     Source:

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.layout import READS
+from pipeline.jobs.tables.reads import READS
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.aliases import list_old_moves, list_spared
 from pipeline.registration.retention import (

@@ -69,7 +69,7 @@ STEPS = (
 )
 
 
-class StepStats(BaseModel, frozen=True, use_attribute_docstrings=True):
+class StepStats(BaseModel, frozen=True):
     """What reading the wanted features costs at a step. Footers are read once before, and do not count."""
 
     adds: str

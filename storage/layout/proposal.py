@@ -26,7 +26,7 @@ GROUP_BYTES = 64 * 1024 * 1024
 LEAST_ROWS, MOST_ROWS = 8_192, 262_144
 
 
-class LayoutStats(BaseModel, frozen=True, use_attribute_docstrings=True):
+class LayoutStats(BaseModel, frozen=True):
     """The cost of reading the wanted columns of some rows in one layout."""
 
     rows: int
@@ -41,7 +41,7 @@ class LayoutStats(BaseModel, frozen=True, use_attribute_docstrings=True):
     rows_per_second: float
 
 
-class Proposal(BaseModel, frozen=True, use_attribute_docstrings=True):
+class Proposal(BaseModel, frozen=True):
     """A layout, the reasons for it and its effect on a sample of the newest day."""
 
     layout: Layout

@@ -19,7 +19,7 @@ TRAFFIC = (0.5, 0.8, 0.95)
 """Shares of the bytes read, for the popularity curve."""
 
 
-class ReadRecord(BaseModel, frozen=True, use_attribute_docstrings=True):
+class ReadRecord(BaseModel, frozen=True):
     """The columns that a run read from a table, and what that cost."""
 
     table: str

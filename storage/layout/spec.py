@@ -23,7 +23,7 @@ OLD_GAP_BYTES = "65536"
 """The default when tables were made before. Nothing but their properties could set another."""
 
 
-class Layout(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class Layout(BaseModel, frozen=True, extra="forbid"):
     """How rows become files, apart from the order of the table's columns."""
 
     codec: str = "zstd"

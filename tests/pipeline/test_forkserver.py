@@ -210,10 +210,9 @@ def test_ranks_and_workers_of_one_thread_share_a_server(monkeypatch: pytest.Monk
     monkeypatch.setattr(forkserver, "_servers", [])
     monkeypatch.setattr(forkserver, "_server", lambda modules, *rest: started.append(tuple(modules)))
     for threads in (1, 2):
-        config = load(ROOT / "configs/smoke.yaml", {"training.threads_per_rank": threads})
-        start_fork_servers(config)
-    rank, worker = "pipeline.jobs.training.rank", "pipeline.preprocessing.executors"
-    assert started == [(rank, worker), (rank,), (worker,)]
+        start_fork_servers(load(ROOT / "configs/smoke.yaml", {"training.threads_per_rank": threads}))
+    config, rank, worker = "pipeline.config", "pipeline.jobs.training.rank", "pipeline.preprocessing.executors"
+    assert started == [(config, rank, worker), (config, rank), (worker,)]
 
 
 def test_what_a_process_leaves_to_do_at_its_end_is_done(start: Callable[..., ForkedProcess], tmp_path: Path) -> None:

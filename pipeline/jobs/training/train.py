@@ -16,12 +16,12 @@ from pydantic import BaseModel, TypeAdapter
 from pipeline.config.files import ROOT
 from pipeline.jobs.code_version import CODE, UNKNOWN, CodeVersion, note_code, noted_code, read_code
 from pipeline.jobs.console import format_rows, step
-from pipeline.jobs.tables.layout import save_read
+from pipeline.jobs.tables.reads import save_read
 from pipeline.jobs.training.events import EventReport, SummaryValues
 from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
 from pipeline.jobs.training.rank_spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
-from pipeline.jobs.warm_up import kernels_are_compiled
+from pipeline.jobs.warm_up import kernels_are_compiled, start_fork_servers
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
@@ -74,6 +74,7 @@ def train_ranks(
         watch: Receives each event of the ranks, and None several times a second. If it raises, the ranks end.
     """
     config, tracker, folder, log = workspace.config, workspace.tracking, Path(job.folder), workspace.console.log
+    start_fork_servers(config)  # unless the command has
     tag_inputs(workspace.warehouse, job.identity, job.snapshot, job.data["train"].joined)
     if workspace.warehouse.is_foreign(job.snapshot.table):
         log.info("the owner of %s decides how long snapshot %s stays", config.source.table, job.snapshot.snapshot_id)
