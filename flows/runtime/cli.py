@@ -212,6 +212,7 @@ def prefect_settings(server: TemporaryServer) -> Iterator[None]:
         PREFECT_API_AUTH_STRING,
         PREFECT_API_DATABASE_CONNECTION_URL,
         PREFECT_API_URL,
+        PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
         PREFECT_HOME,
         temporary_settings,
     )
@@ -224,6 +225,7 @@ def prefect_settings(server: TemporaryServer) -> Iterator[None]:
             PREFECT_API_DATABASE_CONNECTION_URL: server.settings["PREFECT_API_DATABASE_CONNECTION_URL"],
             PREFECT_API_URL: server.address,
             PREFECT_API_AUTH_STRING: server.secret,
+            PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,  # no automation listens, and a run would end up to a second later
         }
     ):
         yield
