@@ -9,10 +9,11 @@ from contextlib import closing, suppress
 
 import pytest
 import yaml
-from prefect import Flow
+from prefect import Flow, tags
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run, task_run
 from prefect.settings import (
     PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_API_URL,
@@ -23,7 +24,7 @@ from prefect.settings import (
 from flows.runtime.console import TAG, PrefectConsole, PrivateFlow, RunPage, model_asset, table_asset
 from pipeline.config import load
 from pipeline.config.files import ROOT
-from pipeline.jobs.console import Progress
+from pipeline.jobs.console import Progress, Step
 
 CONFIG = "configs/smoke.yaml"
 
@@ -115,6 +116,19 @@ def test_history_of_our_flows_alone_is_cleared(prefect):
         assert [client.read_flow_run(run).id for run in runs[:2]] == runs[:2]
         with pytest.raises(ObjectNotFound):
             client.read_flow_run(runs[2])
+
+
+def test_our_tag_is_on_the_flow_run_alone(prefect):
+    """Prefect asks the server for the limit of each tag before a task. Those of the user count."""
+
+    def look(holder: None) -> list[set[str]]:
+        return [set(flow_run.tags), set(task_run.tags)]
+
+    def run() -> list[set[str]]:
+        return PrefectConsole().run(Step("look"), look, None)
+
+    with tags("mine"):
+        assert PrivateFlow(run, name="end-to-end")() == [{TAG, "mine"}, {"mine"}]
 
 
 def test_runs_of_our_deployments_have_our_tag():
