@@ -37,7 +37,7 @@ from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
 from pipeline.errors import ConfigError, ContractError
-from pipeline.jobs.warm_up import has_finished, note_finished, start_fork_servers
+from pipeline.jobs.warm_up import FinishedNote, start_fork_servers
 from pipeline.process import loading
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
@@ -140,10 +140,11 @@ def run(
     if address is None and not plain:
         address = find_own_server(home_path(config.home))
     server = None if plain or address is not None else start_server(config)
-    training = config if isinstance(flow, str) and name in TRAINING and isinstance(config, RunConfig) else None
-    asked = parameters
-    if training is not None and not has_finished(name, training, asked):
-        start_fork_servers(training)
+    note = None
+    if isinstance(flow, str) and name in TRAINING and isinstance(config, RunConfig):
+        note = FinishedNote(name, config, parameters)
+        if not note.holds():
+            start_fork_servers(config)
     if isinstance(flow, str):
         flow = import_flow(flow, plain)
     check_types(parameters, getattr(flow, "fn", flow))
@@ -162,8 +163,8 @@ def run(
         elif plain:  # most of its time is imports, also those in functions
             stack.enter_context(loading())
         result: Result = flow(config=config, **parameters)
-    if training is not None and (result["status"] == "skipped" or (name, result["status"]) == ("train", "ok")):
-        note_finished(name, training, asked)
+    if note is not None and (result["status"] == "skipped" or (name, result["status"]) == ("train", "ok")):
+        note.write()
     return result
 
 

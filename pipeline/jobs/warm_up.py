@@ -35,39 +35,48 @@ def start_fork_servers(config: RunConfig) -> None:
     prepare(modules)
 
 
-def has_finished(command: str, config: RunConfig, parameters: Mapping[str, Any]) -> bool:
-    """Says whether a command has nothing to train, as far as its last run shows. Its servers would load for nothing.
+class FinishedNote:
+    """The note that a command has nothing to train. Its servers would load for nothing.
 
-    Nothing but time depends on the answer: a training starts servers that do not run yet.
+    Nothing but time depends on the note: a training starts servers that do not run yet.
+
+    Args:
+        command: Name of the flow.
+        config: Its config. A note is kept for the embedded catalog alone: others are not known without opening them.
+        parameters: Its other parameters.
     """
-    digest = _digest(command, config, parameters)
-    return digest is not None and not parameters.get("force") and digest in _read_noted(config)
 
+    def __init__(self, command: str, config: RunConfig, parameters: Mapping[str, Any]) -> None:
+        self.path, self.catalog = config.home_path / FINISHED, config.home_path / "warehouse" / "catalog.db"
+        self.forced, self.embedded = (
+            bool(parameters.get("force")),
+            not config.warehouse.catalog and not config.source.table,
+        )
+        others = {key: value for key, value in parameters.items() if key != "force"}
+        self.about = json.dumps([command, config.model_dump(mode="json"), others], sort_keys=True, default=str)
 
-def note_finished(command: str, config: RunConfig, parameters: Mapping[str, Any]) -> None:
-    """Notes that the same command would have nothing to train now."""
-    digest = _digest(command, config, parameters)
-    if digest is None:
-        return
-    others = [line for line in _read_noted(config) if line != digest]
-    with suppress(OSError):  # the next run starts its servers in advance
-        write_text(config.home_path / FINISHED, "\n".join([*others[1 - NOTED :], digest]) + "\n")
+    def holds(self) -> bool:
+        """Says whether the command was finished at the catalog's present state."""
+        return not self.forced and self._digest() in self._read()
 
+    def write(self) -> None:
+        """Notes that the same command would have nothing to train now."""
+        digest = self._digest()
+        if digest is None:
+            return
+        others = [line for line in self._read() if line != digest]
+        with suppress(OSError):  # the next run starts its servers in advance
+            write_text(self.path, "\n".join([*others[1 - NOTED :], digest]) + "\n")
 
-def _read_noted(config: RunConfig) -> list[str]:
-    with suppress(OSError):
-        return (config.home_path / FINISHED).read_text(encoding="utf-8", errors="replace").split()
-    return []
+    def _read(self) -> list[str]:
+        with suppress(OSError):
+            return self.path.read_text(encoding="utf-8", errors="replace").split()
+        return []
 
-
-def _digest(command: str, config: RunConfig, parameters: Mapping[str, Any]) -> str | None:
-    """Returns a hash of a command and of the state of its tables. None: the state is not known without opening them."""
-    catalog = config.home_path / "warehouse" / "catalog.db"
-    if config.warehouse.catalog or config.source.table is not None or not catalog.exists():
-        return None
-    given = {key: value for key, value in parameters.items() if key != "force"}
-    state = [command, config.model_dump(mode="json"), given, catalog.stat().st_mtime_ns]
-    return sha256(json.dumps(state, sort_keys=True, default=str).encode()).hexdigest()
+    def _digest(self) -> str | None:
+        if not self.embedded or not self.catalog.exists():
+            return None
+        return sha256(f"{self.about}{self.catalog.stat().st_mtime_ns}".encode()).hexdigest()
 
 
 def kernels_are_compiled() -> bool:

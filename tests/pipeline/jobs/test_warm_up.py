@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT
-from pipeline.jobs.warm_up import FINISHED, NOTED, has_finished, note_finished
+from pipeline.jobs.warm_up import FINISHED, NOTED, FinishedNote
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def smoke(**overrides: Any) -> RunConfig:
 
 
 def test_a_command_that_had_nothing_to_train_is_known(home: Path) -> None:
-    assert not has_finished("train", smoke(), {})
-    note_finished("train", smoke(), {"force": True})
-    assert has_finished("train", smoke(), {})
+    assert not FinishedNote("train", smoke(), {}).holds()
+    FinishedNote("train", smoke(), {"force": True}).write()
+    assert FinishedNote("train", smoke(), {}).holds()
 
 
 @pytest.mark.parametrize(
@@ -43,37 +43,37 @@ def test_a_command_that_had_nothing_to_train_is_known(home: Path) -> None:
 def test_another_command_is_not(
     home: Path, command: str, overrides: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> None:
-    note_finished("train", smoke(), {})
-    assert not has_finished(command, smoke(**overrides), parameters)
+    FinishedNote("train", smoke(), {}).write()
+    assert not FinishedNote(command, smoke(**overrides), parameters).holds()
 
 
 def test_a_change_of_the_catalog_ends_the_note(home: Path) -> None:
-    note_finished("train", smoke(), {})
+    FinishedNote("train", smoke(), {}).write()
     catalog = home / "warehouse" / "catalog.db"
     os.utime(catalog, ns=(0, catalog.stat().st_mtime_ns + 1))
-    assert not has_finished("train", smoke(), {})
+    assert not FinishedNote("train", smoke(), {}).holds()
 
 
 def test_another_catalog_may_change_unseen(home: Path) -> None:
     config = smoke(**{"warehouse.catalog": {"type": "rest", "uri": "http://127.0.0.1:1"}})
-    note_finished("train", config, {})
-    assert not has_finished("train", config, {})
+    FinishedNote("train", config, {}).write()
+    assert not FinishedNote("train", config, {}).holds()
     assert not (home / FINISHED).exists()
 
 
 def test_few_commands_are_noted_and_the_newest_stay(home: Path) -> None:
     for number in range(NOTED + 5):
-        note_finished("train", smoke(), {"snapshot_id": number})
-    note_finished("train", smoke(), {"snapshot_id": NOTED + 4})
+        FinishedNote("train", smoke(), {"snapshot_id": number}).write()
+    FinishedNote("train", smoke(), {"snapshot_id": NOTED + 4}).write()
     assert len((home / FINISHED).read_text().split()) == NOTED
-    known = [has_finished("train", smoke(), {"snapshot_id": number}) for number in range(NOTED + 5)]
+    known = [FinishedNote("train", smoke(), {"snapshot_id": number}).holds() for number in range(NOTED + 5)]
     assert known == [False] * 5 + [True] * NOTED
 
 
 def test_a_damaged_or_missing_note_costs_nothing_but_time(home: Path) -> None:
     (home / FINISHED).write_bytes(b"\xff\x00")
-    assert not has_finished("train", smoke(), {})
+    assert not FinishedNote("train", smoke(), {}).holds()
     (home / FINISHED).unlink()
     (home / FINISHED).mkdir()
-    note_finished("train", smoke(), {})
-    assert not has_finished("train", smoke(), {})
+    FinishedNote("train", smoke(), {}).write()
+    assert not FinishedNote("train", smoke(), {}).holds()
