@@ -2,9 +2,11 @@
 
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +58,38 @@ def loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+class Importing:
+    """Imports a module in the background, once it is told to. Leaving it waits for the import.
+
+    Two threads that import PyTorch at the same time fail on parts of it, and a thread that still imports it while the
+    process ends aborts the process.
+
+    Args:
+        module: Its name.
+
+    Example:
+        >>> with Importing("colorsys") as background:
+        ...     background.start()
+        >>> "colorsys" in sys.modules
+        True
+    """
+
+    def __init__(self, module: str) -> None:
+        self.thread = threading.Thread(target=importlib.import_module, args=[module], name="imports", daemon=True)
+
+    def start(self) -> None:
+        """Begins the import, if it has not begun."""
+        if self.thread.ident is None:
+            self.thread.start()
+
+    def __enter__(self) -> "Importing":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.thread.ident is not None:
+            self.thread.join()
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

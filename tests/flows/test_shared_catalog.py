@@ -128,7 +128,7 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
         assert time.monotonic() < limit
         shutil.rmtree(tmp_path / "lost", ignore_errors=True)
     found, said = last_line(run_on(tmp_path / "other", catalog, "train", OWN))
-    assert "resumed at step" in said
+    assert "resumed at step" in said, said
     assert found["train"]["rows"] == EPOCHS * ROWS
     plain, _ = last_line(run_on(tmp_path / "plain", catalog, "train", OWN, "storage.path=null"))
     assert found["train"]["weights_sha256"] == plain["train"]["weights_sha256"]

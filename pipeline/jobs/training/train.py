@@ -4,10 +4,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -26,6 +24,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
 from pipeline.preprocessing.service import Service
+from pipeline.process import Importing
 from pipeline.registration.journal import Journal
 from pipeline.registration.tracking import SHARDING_PLAN
 from pipeline.training.config import TrainConfig
@@ -41,6 +40,8 @@ TRAINED, PREPROCESSING = "trained.json", "preprocessing.json"
 """Files in a run's folder: the result of the ranks, and the cost of preprocessing."""
 
 COMPILING = "; their first step on this machine compiles kernels, which takes about half a minute once"
+FINISH = "pipeline.jobs.training.finish"
+"""What evaluates and registers. It is imported while the ranks train, which takes seconds."""
 LOAD_AFTER_SECONDS = 10.0
 """In a shorter training, imports beside it would delay what it reports."""
 
@@ -86,7 +87,12 @@ def train_ranks(
     tracker.log_json(run_id, rows, SHARDING_PLAN)
     spec = spec.model_copy(update={"placement": plan, "claim": claim_checkpoints(workspace, folder)})
     journal = Journal(tracker, run_id, folder, log.warning)
-    with workspace.console.progress() as progress, journal, open_service(workspace, job) as service:
+    with (
+        workspace.console.progress() as progress,
+        journal,
+        open_service(workspace, job) as service,
+        Importing(FINISH) as finish,
+    ):
         began = time.monotonic()
         report = EventReport(journal, progress, _count_rows(config.training, job), log)
 
@@ -95,7 +101,7 @@ def train_ranks(
             if event["event"] == "start":
                 note_changes(workspace, folder, CodeVersion.model_validate(event["code"]))
             if event["event"] == "metrics" and time.monotonic() - began > LOAD_AFTER_SECONDS:
-                load_finish()
+                finish.start()
             if watch is not None:
                 watch(event)
 
@@ -127,12 +133,6 @@ def claim_checkpoints(workspace: Workspace, folder: Path) -> str | None:
     claim = uuid4().hex
     CheckpointIndex(store.child("checkpoints"), claim).claim()
     return claim
-
-
-@cache
-def load_finish() -> None:
-    """Imports what evaluates and registers, which takes seconds, while the ranks train."""
-    Thread(target=import_module, args=["pipeline.jobs.training.finish"], name="imports", daemon=True).start()
 
 
 def fetch_results(workspace: Workspace, folder: Path) -> None:
