@@ -25,9 +25,11 @@ from models.quantised import quantise_tables
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
-from pipeline.registration.request import columns_of
+from pipeline.registration.events import EventRecord
+from pipeline.registration.request import column_type, columns_of
 from pipeline.registration.tracking import Tracker, is_unreachable
 from pipeline.registration.versions import HASHES, MODEL, PLAN, WEIGHTS, ModelVersion, hash_files
+from pipeline.transforms.joins import EventWindow, History
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
 
@@ -50,6 +52,7 @@ def pack(
     schema: pa.Schema,
     form: Weights = "fp32",
     defaults: Mapping[str, Default] = MappingProxyType({}),
+    logs: Sequence[History | EventWindow] = (),
 ) -> Path:
     """Packs everything a scorer needs into one folder: no pickle, and all but the weights readable.
 
@@ -57,6 +60,7 @@ def pack(
         weights: The exported weights, always float32.
         form: int8 rounds the tables to bytes.
         defaults: Values of columns that a request lacks.
+        logs: Histories and windows of the training. Those that the plan reads can be computed where the model is used.
     """
     shutil.rmtree(folder, ignore_errors=True)  # a killed attempt may have left a part of the weights
     folder.mkdir(parents=True)
@@ -72,8 +76,16 @@ def pack(
         "defaults": dict(defaults),
         "weights": form,
     }
+    if read := [log for log in logs if any(map(log.may_add, plan.columns))]:
+        record["events"] = _record_events(read, schema)
     write_json(folder / MODEL, record)
     return folder
+
+
+def _record_events(logs: Sequence[History | EventWindow], schema: pa.Schema) -> dict[str, Any]:
+    names = dict.fromkeys(name for log in logs for name in [*log.on, log.as_of])
+    columns = {name: column_type(schema.field(name).type, ["sparse"]) for name in names}
+    return EventRecord(sources=tuple(logs), columns=columns).model_dump(mode="json")
 
 
 def raw_frame(rows: pa.Table, columns: Mapping[str, str]) -> pd.DataFrame:
@@ -144,6 +156,7 @@ def register(
     """
     record: dict[str, Any] = json.loads((folder / MODEL).read_text(encoding="utf-8"))
     columns: dict[str, str] = record["columns"]
+    needed: dict[str, str] = record.get("events", {}).get("columns", {})
     frame = raw_frame(probe, columns)
     hashes = folder.parent / HASHES
     write_json(hashes, hash_files(folder))
@@ -154,10 +167,11 @@ def register(
             python_model=str(root / "pipeline" / "registration" / "scorer.py"),
             artifacts={"model": str(folder), "hashes": str(hashes)},
             code_paths=[str(root / package) for package in ("pipeline", "models", "storage")],
-            signature=signature_of(columns),
+            signature=signature_of(columns | needed),
             metadata={"columns": columns, "defaults": record["defaults"]},
             input_example=frame.head(3),
-            pip_requirements=_requirements(),
+            pip_requirements=_requirements([*REQUIREMENTS, *(["duckdb"] if needed else [])]),
+            model_config={"events": {}} if needed else None,  # MLflow takes no other names when the model is loaded
         )
         loaded = mlflow.pyfunc.load_model(info.model_uri)
         actual = loaded.predict(frame)["probability"].to_numpy()
@@ -187,9 +201,9 @@ def check_probabilities(
         )  # fmt: skip
 
 
-def _requirements() -> list[str]:
+def _requirements(packages: Sequence[str]) -> list[str]:
     found = []
-    for package in REQUIREMENTS:
+    for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{package}=={importlib.metadata.version(package).split('+')[0]}")
     return found

@@ -3,7 +3,8 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import mlflow.models
 import numpy as np
@@ -18,12 +19,15 @@ from safetensors.torch import load_file
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM, IdLists, tables_of
 from models.quantised import TABLES, QuantisedBags
-from pipeline.errors import InputError
-from pipeline.registration.request import Rows, table_of
+from pipeline.errors import ConfigError, InputError
+from pipeline.registration.request import TYPES, Rows, table_of
 from pipeline.registration.versions import MODEL, PLAN, WEIGHTS, check_files
 from pipeline.transforms.column import Column
 from pipeline.transforms.kernels.weights import unpack
 from pipeline.transforms.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from pipeline.registration.events import EventColumns
 
 BATCH_ROWS = 8_192
 TEXT = 0
@@ -43,14 +47,24 @@ class LoadedModel:
         mapped: Maps the tables' pages of the file, which processes share, in place of a copy. Nobody may change the
             file then. Deleting it is fine.
         weights: Replaces the file of the weights, and is used as it is.
+        logs: Files of event logs, as in `EventColumns`. Rows then have no histories and windows of these.
+    Raises:
+        ConfigError: If the logs do not fit the model.
     """
 
-    def __init__(self, folder: Path, mapped: bool = False, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mapped: bool = False,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        logs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         mapped = mapped or weights is not None
         record = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         self.columns: dict[str, str] = record["columns"]
         self.defaults: dict[str, Any] = record["defaults"]
         self.plan = plan_of(folder)
+        self.events = _open_events(record, logs) if logs else None
         features = self.plan.sparse
         config, quantised = DLRMConfig.model_validate(record["model"]), record["weights"] == "int8"
         self.width = config.embedding_width
@@ -93,6 +107,13 @@ class LoadedModel:
         result: npt.NDArray[np.float64] = torch.sigmoid(logits.double()).numpy()
         return result
 
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The columns of a caller's rows, with their types."""
+        if self.events is None:
+            return self.columns
+        return {name: kind for name, kind in self.columns.items() if name not in self.events.made} | self.events.needed
+
     def table_of(self, rows: Rows) -> pa.Table:
         """Converts raw rows to the warehouse's types. Columns that the model does not read are dropped.
 
@@ -100,7 +121,11 @@ class LoadedModel:
             InputError: If a column without a default is absent, or a value of it is of the wrong kind. It names row
                 and column.
         """
-        return table_of(rows, self.columns, self.defaults)
+        found = table_of(rows, self.inputs, self.defaults)
+        if self.events is None:
+            return found
+        made = self.events.add(found)
+        return pa.table({name: made.column(name).cast(TYPES[kind]) for name, kind in self.columns.items()})
 
     def probabilities(self, rows: Rows) -> npt.NDArray[np.float64]:
         """Returns the probabilities of rows as a caller sends them, float64 [N]. All are finite.
@@ -109,6 +134,14 @@ class LoadedModel:
             InputError: As `table_of`, or if the probability of a row is not finite.
         """
         return check_finite(self.score(self.table_of(rows)))
+
+
+def _open_events(record: Mapping[str, Any], logs: Mapping[str, Any]) -> "EventColumns":
+    from pipeline.registration.events import EventColumns, EventRecord  # servers without logs need no reader of files
+
+    if "events" not in record:
+        raise ConfigError("events", "a model with histories or windows", "none of them", "Leave the logs out.")
+    return EventColumns(EventRecord.model_validate(record["events"]), logs, record["columns"])
 
 
 def check_finite(found: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -141,11 +174,12 @@ class Scorer(PythonModel):
 
         Raises:
             RegistryError: If a file of it is not the registered one.
+            ConfigError: If the event logs of the configuration `events` do not fit the model.
         """
         folder = Path(context.artifacts["model"])
         hashes = json.loads(Path(context.artifacts["hashes"]).read_text(encoding="utf-8"))
         check_files("served model", folder, hashes)
-        self.loaded = LoadedModel(folder)
+        self.loaded = LoadedModel(folder, logs=(context.model_config or {}).get("events") or {})
 
     def predict(
         self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
@@ -156,7 +190,7 @@ class Scorer(PythonModel):
             MlflowException: If a row cannot be scored. Its code makes MLflow's server answer 400 with the reason.
         """
         try:
-            return pd.DataFrame({"probability": self.loaded.probabilities(as_sent(model_input, self.loaded.columns))})
+            return pd.DataFrame({"probability": self.loaded.probabilities(as_sent(model_input, self.loaded.inputs))})
         except InputError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from error
 

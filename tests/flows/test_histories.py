@@ -134,6 +134,10 @@ def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, comm
     ]
     offline = scores["cut"].slice(1_500).column("probability").to_numpy()
     np.testing.assert_allclose(served.to_numpy(), offline, atol=1e-6)
+    reading = mlflow.pyfunc.load_model(
+        "models:/cut@champion", model_config={"events": {finished["path"]: finished["path"]}}
+    )
+    assert reading.predict(rows[["user", "at", "num"]])["probability"].tolist() == served.tolist()
 
     code, skipped, log = command(train, cut, home=home)
     assert (code, skipped["status"]) == (0, "skipped"), log

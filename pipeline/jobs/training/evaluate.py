@@ -372,4 +372,6 @@ def pack_model(workspace: Workspace, job: TrainingJob, trained: TrainingResult, 
     config = workspace.config
     folder = Path(job.folder) / ("model" if form == "fp32" else f"{form}/model")  # MLflow keeps the last part as a name
     schema, defaults = workspace.columns(job.snapshot, job.plan.columns), config.registration.defaults
-    return pack(folder, Path(trained.weights), job.plan, config.model, schema, form, defaults)
+    return pack(
+        folder, Path(trained.weights), job.plan, config.model, schema, form, defaults, config.features.logs
+    )  # fmt: skip
