@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PACKAGES = Path(__file__).resolve().parents[1]
@@ -77,7 +77,8 @@ class Importing:
     """
 
     def __init__(self, module: str) -> None:
-        self.thread = threading.Thread(target=importlib.import_module, args=[module], name="imports", daemon=True)
+        self.module = module
+        self.thread = threading.Thread(target=self._run, name="imports", daemon=True)
 
     def start(self) -> None:
         """Begins the import, if it has not begun."""
@@ -90,6 +91,10 @@ class Importing:
     def __exit__(self, *_: object) -> None:
         if self.thread.ident is not None:
             self.thread.join()
+
+    def _run(self) -> None:
+        with suppress(Exception):  # who needs the module imports it again, and gets the error
+            importlib.import_module(self.module)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

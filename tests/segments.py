@@ -15,6 +15,6 @@ def left_since(before: set[str]) -> set[str]:
     found = segments() - before
     for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
         with suppress(OSError):  # the process has ended meanwhile
-            used = maps.read_text()
-            found = {name for name in found if f"/dev/shm/{name}" not in used}
+            used = {line.rpartition("/dev/shm/")[2] for line in maps.read_text(errors="replace").splitlines()}
+            found -= used
     return found

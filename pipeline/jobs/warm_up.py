@@ -74,9 +74,10 @@ class FinishedNote:
         return []
 
     def _digest(self) -> str | None:
-        if not self.embedded or not self.catalog.exists():
-            return None
-        return sha256(f"{self.about}{self.catalog.stat().st_mtime_ns}".encode()).hexdigest()
+        if self.embedded:
+            with suppress(OSError):  # there is none, or it cannot be read
+                return sha256(f"{self.about}{self.catalog.stat().st_mtime_ns}".encode()).hexdigest()
+        return None
 
 
 def kernels_are_compiled() -> bool:

@@ -76,7 +76,7 @@ def pack(
         "defaults": dict(defaults),
         "weights": form,
     }
-    if read := [log for log in logs if any(map(log.may_add, plan.columns))]:
+    if read := [log for log in logs if any(map(log.may_add, plan.columns)) and {*log.on, log.as_of} <= {*schema.names}]:
         record["events"] = _record_events(read, schema)
     write_json(folder / MODEL, record)
     return folder
@@ -173,7 +173,8 @@ def register(
             pip_requirements=_requirements([*REQUIREMENTS, *(["duckdb"] if needed else [])]),
             model_config={"events": {}} if needed else None,  # MLflow takes no other names when the model is loaded
         )
-        loaded = mlflow.pyfunc.load_model(info.model_uri)
+        # Explicitly without logs: a variable may name some for each model that is loaded.
+        loaded = mlflow.pyfunc.load_model(info.model_uri, model_config={"events": {}} if needed else None)
         actual = loaded.predict(frame)["probability"].to_numpy()
     check_probabilities(run_id, actual, expected, tolerance)
     try:

@@ -138,7 +138,7 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
             found = values if isinstance(values, pa.Array) else pa.array(values, from_pandas=True)
             if kind == "long":
                 found = _single(found)
-            if _fits(found.type, kind):
+            if fits(found.type, kind):
                 wanted = TYPES[kind]
                 return found if found.type == wanted else found.cast(wanted, safe="double" not in kind)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
@@ -165,12 +165,12 @@ def _single(found: pa.Array) -> pa.Array:
     return found
 
 
-def _fits(found: pa.DataType, kind: str) -> bool:
+def fits(found: pa.DataType, kind: str) -> bool:
     """Whether values of an Arrow type can be cast to a kind without loss."""
     if pa.types.is_null(found):
         return True
     if kind.startswith("list"):
-        return is_list(found) and _fits(found.value_type, kind[5:-1])
+        return is_list(found) and fits(found.value_type, kind[5:-1])
     if kind == "string":
         return is_text(found)
     if kind == "double" and pa.types.is_floating(found):

@@ -79,7 +79,8 @@ class LoadedModel:
 
     def score(self, rows: pa.Table) -> npt.NDArray[np.float64]:
         """Returns the probabilities of raw rows, float64 [N]."""
-        scores = [self._score(rows.slice(start, BATCH_ROWS)) for start in range(0, rows.num_rows, BATCH_ROWS)]
+        parts = (rows.slice(start, BATCH_ROWS) for start in range(0, rows.num_rows, BATCH_ROWS))
+        scores = [self._score(self.complete(part)) for part in parts]
         return np.concatenate(scores) if scores else np.empty(0, np.float64)
 
     def _score(self, rows: pa.Table) -> npt.NDArray[np.float64]:
@@ -115,17 +116,20 @@ class LoadedModel:
         return {name: kind for name, kind in self.columns.items() if name not in self.events.made} | self.events.needed
 
     def table_of(self, rows: Rows) -> pa.Table:
-        """Converts raw rows to the warehouse's types. Columns that the model does not read are dropped.
+        """Converts the columns in `inputs` to the warehouse's types. Others are dropped.
 
         Raises:
             InputError: If a column without a default is absent, or a value of it is of the wrong kind. It names row
                 and column.
         """
-        found = table_of(rows, self.inputs, self.defaults)
+        return table_of(rows, self.inputs, self.defaults)
+
+    def complete(self, rows: pa.Table) -> pa.Table:
+        """Returns converted rows with the histories and windows of the logs. A few thousand: the lists may be long."""
         if self.events is None:
-            return found
-        made = self.events.add(found)
-        return pa.table({name: made.column(name).cast(TYPES[kind]) for name, kind in self.columns.items()})
+            return rows
+        made, kinds = self.events.add(rows), self.columns.items()
+        return pa.table({name: made.column(name).cast(TYPES[kind], safe=kind != "double") for name, kind in kinds})
 
     def probabilities(self, rows: Rows) -> npt.NDArray[np.float64]:
         """Returns the probabilities of rows as a caller sends them, float64 [N]. All are finite.

@@ -1,5 +1,6 @@
 """A served model computes histories and windows from event logs that its caller names."""
 
+from datetime import date, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,10 @@ from pipeline.errors import ConfigError, InputError
 from pipeline.registration.register import pack, raw_frame
 from pipeline.registration.scorer import LoadedModel
 from pipeline.transforms.schema import FeatureSchema
-from tests.pipeline.data.joined.test_histories import cut, events, sample_rows
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
+from tests.pipeline.data.joined.test_histories import by_day, cut, events, sample_rows
+from tests.pipeline.data.joined.test_reader import stored
 
 SEEN = {
     "table": "watched", "on": "user", "time": "time", "as_of": "at", "columns": "item", "prefix": "seen_",
@@ -76,7 +80,7 @@ def test_lists_and_windows_are_those_of_a_loop_over_the_rows(folder, log, rows, 
     reading = LoadedModel(folder, logs={"watched": given, "visits/*.parquet": [given]})
     frame = raw_frame(rows, reading.inputs)
     assert set(frame) == {"user", "shop", "at"}
-    found = reading.table_of(frame)
+    found = reading.complete(reading.table_of(frame))
     lists, counts = cut(rows, log, ["user"], 600, 5), count_finished(rows, log)
     assert found.column("seen_item").to_pylist() == lists
     assert found.column("visits_count_7200").to_pylist() == counts
@@ -98,7 +102,11 @@ def test_lists_and_windows_are_those_of_a_loop_over_the_rows(folder, log, rows, 
     [
         ({"watch": "a.parquet"}, "events 'watch': expected an event log of the model, got none of that name."),
         ({"watched": "none.parquet"}, "expected at least one file"),
-        ({"watched": 7}, "events 'watched': expected a path, a glob or a list of them, got 7."),
+        ({"watched": 7}, "events 'watched': expected files, or {table: NAME, catalog: {uri: ..., ...}} of an event"),
+        ({"watched": []}, "events 'watched': expected files"),
+        ({"watched": {"catalog": {}}}, "events 'watched': expected files"),
+        ("a.parquet", "events: expected watched, visits/*.parquet and what is read for each, got 'a.parquet'."),
+        ({"watched": "words.parquet"}, "column 'seen_item': expected list<long> as in the training, got large_list<"),
         ({"watched": "text.parquet"}, "key 'user': expected int64 as in the table, got large_string."),
     ],
 )
@@ -106,9 +114,41 @@ def test_logs_that_do_not_fit_are_refused(logs, sentence, folder, log, tmp_path,
     monkeypatch.chdir(tmp_path)
     texts = log.column("user").cast(pa.string())
     pq.write_table(log.set_column(log.schema.names.index("user"), "user", texts), "text.parquet")
+    words = log.column("item").cast(pa.string())
+    pq.write_table(log.set_column(log.schema.names.index("item"), "item", words), "words.parquet")
     with pytest.raises(ConfigError) as caught:
         LoadedModel(folder, logs=logs)
     assert sentence in str(caught.value)
+
+
+def test_a_log_may_be_a_table_and_its_key_a_date(log, rows, exported, tmp_path):
+    """Callers send a date as a time."""
+    born = {"born": pa.array([date(2000, 1, 1) + timedelta(user) for user in range(30)])}
+    log, rows = (
+        one.append_column(
+            "born",
+            pa.array(
+                [None if user is None else born["born"][user] for user in one.column("user").to_pylist()], pa.date32()
+            ),
+        )
+        for one in (log, rows)
+    )
+    history = SEEN | {"on": "born"}
+    sparse = [SCHEMA.sparse[1].model_dump()]
+    features = FeatureSchema.model_validate({"sparse": sparse, "histories": [history]})
+    schema = pa.schema([*rows.schema, ("seen_item", pa.large_list(pa.int32()))])
+    config = DLRMConfig(embedding_width=4, top_mlp=(8,), interaction="cat")
+    weights, plan = exported(features, schema, config)
+    folder = pack(tmp_path / "model", weights, plan, config, schema, logs=features.logs)
+    properties = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/tables"}
+    dated = by_day(log)
+    stored(Warehouse(WarehouseConfig(catalog=properties), tmp_path), dated, "clicks")
+    reading = LoadedModel(folder, logs={"watched": {"table": "clicks", "catalog": properties}})
+    frame = raw_frame(rows, reading.inputs)
+    found = reading.complete(reading.table_of(frame)).column("seen_item").to_pylist()
+    assert set(frame) == {"born", "at"}
+    assert found == cut(rows, dated, ["born"], 600, 5)
+    assert sum(map(len, found)) > 1_000
 
 
 def test_a_model_without_histories_takes_no_log(exported, rows, tmp_path):
