@@ -93,7 +93,7 @@ def serving_ceph(folder: Path) -> Iterator[str]:
         serve("ceph-osd", "-i", "0")
         run("ceph", "osd", "crush", "add", "osd.0", "1.0", "root=default", "host=here")
         serve("radosgw", "-n", "client.admin")
-        address, limit = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        address, limit = f"http://127.0.0.1:{port}", time.monotonic() + 300
         while True:
             try:
                 urllib.request.urlopen(address, timeout=5)

@@ -76,7 +76,7 @@ def _serving_moto(folder: Path) -> Iterator[str]:
         )
     endpoint = f"http://127.0.0.1:{port}"
     try:
-        limit = time.monotonic() + 120
+        limit = time.monotonic() + 300
         while True:
             try:
                 urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5)

@@ -60,7 +60,7 @@ def _wait(address: str, process: subprocess.Popen) -> None:
     from sqlalchemy import create_engine
     from sqlalchemy.exc import OperationalError
 
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 300
     while True:
         try:
             create_engine(address).connect().close()

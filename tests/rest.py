@@ -131,7 +131,7 @@ def serving_catalog(folder: Path) -> Iterator[dict[str, str]]:
         process = subprocess.Popen([sys.executable, "-m", "tests.rest", f"{port}", f"{folder}"], stdout=log, stderr=log)
     uri = f"http://127.0.0.1:{port}"
     try:
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 240
         while True:
             try:
                 request = urllib.request.Request(f"{uri}/v1/config", headers={"Authorization": f"Bearer {TOKEN}"})

@@ -22,7 +22,7 @@ from pipeline.evaluation import plots
 @pytest.fixture(scope="session")
 def prefect() -> Iterator[None]:
     """A temporary Prefect server."""
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_test_harness(server_startup_timeout=300):
         yield
 
 

@@ -155,9 +155,9 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, com
         finally:
             flow.send_signal(signal.SIGKILL)
     assert any(ports)
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, [process.cmdline() for process in alive]
-    limit = time.monotonic() + 15
+    limit = time.monotonic() + 60
     while found := left_since(before):
         assert time.monotonic() < limit, found
         time.sleep(0.05)
@@ -167,7 +167,7 @@ def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, com
         line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as flow:
         try:
-            limit = time.monotonic() + 120
+            limit = time.monotonic() + 300
             while stored(tmp_path / "home", "select value from tags where key = 'dlrm.pid'") != [(str(flow.pid),)]:
                 assert flow.poll() is None
                 assert time.monotonic() < limit

@@ -13,7 +13,7 @@ from flows.runtime.console import PrefectConsole, PrivateFlow
 def test_ended_flow_runs_go_from_the_database() -> None:
     """On a server of its own: other tests look at the runs of the shared one."""
     console, features = PrefectConsole(), PrivateFlow(lambda: "done", name="features")
-    with prefect_test_harness(server_startup_timeout=120):
+    with prefect_test_harness(server_startup_timeout=300):
         for _ in range(3):
             features()
         now = datetime.datetime.now(datetime.UTC)

@@ -125,7 +125,7 @@ def when(happened: Callable[[], object], act: Callable[[], None]) -> threading.T
     """Runs an action in a thread as soon as a condition is true."""
 
     def watch() -> None:
-        limit = time.monotonic() + 200
+        limit = time.monotonic() + 400
         while not happened():
             assert time.monotonic() < limit
             time.sleep(0.01)

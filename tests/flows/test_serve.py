@@ -96,7 +96,7 @@ def server(copied, tmp_path) -> Iterator[Server]:
     with log.open("w") as output:
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=output, stderr=output, text=True)
     try:
-        limit = time.monotonic() + 120
+        limit = time.monotonic() + 300
         while not (found := re.search(r"smoke version 1 .* answers at (\S+)", log.read_text())):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < limit, log.read_text()
@@ -146,7 +146,7 @@ def test_a_server_changes_its_version_replaces_a_process_and_loses_nothing(serve
     for caller in callers:
         caller.start()
     move_alias(tracker, "smoke", "champion", 2, "person", "a test")
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 240
     while sum(version == "2" for version, _ in seen) < 50:
         assert time.monotonic() < limit, server.log.read_text()
         assert not errors, errors
@@ -162,7 +162,7 @@ def test_a_server_changes_its_version_replaces_a_process_and_loses_nothing(serve
 
     dead = server.children()[0]
     os.kill(dead, signal.SIGKILL)
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 240
     while (
         b'dlrm_ready_processes{model="smoke",version="2"} 2.0' not in server.ask("/metrics")[1]
         or dead in server.children()

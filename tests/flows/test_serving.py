@@ -162,11 +162,11 @@ def served(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         process.wait(30)
 
 
-def wait_for(address: str, process: subprocess.Popen, log: Path, seconds: float = 120.0) -> None:
+def wait_for(address: str, process: subprocess.Popen, log: Path, seconds: float = 400.0) -> None:
     limit = time.monotonic() + seconds
     while time.monotonic() < limit and process.poll() is None:
         try:
-            with urllib.request.urlopen(address, timeout=2):
+            with urllib.request.urlopen(address, timeout=20):
                 return
         except OSError:
             time.sleep(0.2)

@@ -65,7 +65,7 @@ def test_a_link_that_was_cut_carries_again(hosts: tuple[Host, Host]) -> None:
     with pytest.raises(AssertionError, match=r"timed out|No route to host"):
         python(two, CONNECT, one.address)
     one.set_link(up=True)
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 240
     while True:  # the kernel remembers for some seconds that nobody answered
         try:
             assert python(two, CONNECT, one.address) == "hello\n"
@@ -80,7 +80,7 @@ def test_killing_a_host_ends_all_its_processes_and_no_others(hosts: tuple[Host, 
     there = [psutil.Process(pid) for pid in _pids(one)]
     assert len(there) > 1
     one.kill()
-    assert psutil.wait_procs(there, timeout=10)[1] == []
+    assert psutil.wait_procs(there, timeout=60)[1] == []
     two.run(["true"])
 
 

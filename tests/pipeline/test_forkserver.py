@@ -57,7 +57,7 @@ def is_running(process: int) -> bool:
     return psutil.pid_exists(process) and psutil.Process(process).status() != psutil.STATUS_ZOMBIE
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 90.0) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "it did not come true in time"
@@ -166,7 +166,7 @@ def test_nothing_outlives_the_parent(tmp_path: Path, when: str) -> None:
         family = psutil.Process(parent.pid).children(recursive=True)
         assert len(family) == (1 if when == "prepare" else 2)
         parent.kill()
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
 @pytest.mark.parametrize("module", ["pipeline.jobs.training.rank", "pipeline.preprocessing.executors"])

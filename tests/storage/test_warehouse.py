@@ -575,7 +575,7 @@ for point in [int(text) if text.isdigit() else text for text in sys.argv[2:]]:
 
 def kill_writers(home: Path, *points: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", KILLED, str(home), *points], check=True, env=environment, timeout=120)
+    subprocess.run([sys.executable, "-c", KILLED, str(home), *points], check=True, env=environment, timeout=300)
 
 
 def test_a_killed_writer_leaves_the_whole_old_day_or_the_whole_new_one(warehouse: Warehouse, home: Path) -> None:

@@ -255,7 +255,7 @@ def joined(shares: Sequence[Batch]) -> Batch:
     )
 
 
-def eventually(true: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
+def eventually(true: Callable[[], Any], seconds: float = 90.0, what: str = "") -> Any:
     """Waits until a condition is true and returns its value."""
     end = time.monotonic() + seconds
     while not (value := true()):

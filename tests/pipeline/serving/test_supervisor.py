@@ -86,7 +86,7 @@ class Running:
         self.listener.close()
 
 
-def until(holds: Callable[[], bool], seconds: float = 30.0) -> None:
+def until(holds: Callable[[], bool], seconds: float = 90.0) -> None:
     limit = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < limit

@@ -32,7 +32,7 @@ def front(given: "queue.Queue[Any]") -> Iterator[NetworkFront]:
 def call(front: NetworkFront, kind: str, number: int = 0, message: Any = None, session: str = SESSION) -> Any:
     body = json.dumps({"session": session, "number": number, "message": message or {}}).encode()
     with connect(front.address) as client:
-        (answer,) = client.do_action(flight.Action(kind, body), make_options("e" * 64)(timeout=10))
+        (answer,) = client.do_action(flight.Action(kind, body), make_options("e" * 64)(timeout=60))
         return json.loads(answer.body.to_pybytes())
 
 
@@ -40,7 +40,7 @@ def test_a_repeated_call_passes_its_message_on_once(front: NetworkFront, given: 
     call(front, "open", 1, {"open": 1})
     for _ in range(3):
         assert call(front, "take", 2, {"take": 0}) == {}
-    first, second = given.get(timeout=5), given.get(timeout=5)
+    first, second = given.get(timeout=60), given.get(timeout=60)
     assert (first.message, second.message, given.empty()) == ({"open": 1}, {"take": 0}, True)
     front.send(second.connection, {"answer": 7}, [])
     assert call(front, "take", 2, {"take": 0}) == call(front, "take", 2, {"take": 0}) == {"answer": 7}
@@ -52,11 +52,11 @@ def test_a_client_that_falls_silent_counts_as_gone(
 ) -> None:
     call(front, "open", 1, {"open": 1})
     front.watch()
-    given.get(timeout=5)
+    given.get(timeout=60)
     assert given.empty()
     monkeypatch.setattr(module, "SESSION_SECONDS", -1.0)
     front.watch()
-    assert given.get(timeout=5).message is None
+    assert given.get(timeout=60).message is None
     with pytest.raises(flight.FlightServerError, match="expected a conversation that is open"):
         call(front, "take", 2, {"take": 0})
 
@@ -69,5 +69,5 @@ def test_calls_of_strangers_are_refused(front: NetworkFront, kind: str, session:
 
 def test_a_conversation_that_the_master_ends_says_so(front: NetworkFront, given: "queue.Queue[Any]") -> None:
     call(front, "open", 1, {"open": 1})
-    front.hang_up(given.get(timeout=5).connection)
-    assert given.get(timeout=5).message is None
+    front.hang_up(given.get(timeout=60).connection)
+    assert given.get(timeout=60).message is None

@@ -17,10 +17,10 @@ def test_waiting_differs_from_work() -> None:
         yield "b"
         assert heartbeat.doing == WAITING
 
-    assert heard.get(timeout=5)["doing"] == "starting"
+    assert heard.get(timeout=60)["doing"] == "starting"
     counts = [heartbeat.count for _ in heartbeat.track(items(), "training") if heartbeat.doing == "training"]
     assert counts == [2, 4]
-    while (beat := heard.get(timeout=5))["doing"] != "training":
+    while (beat := heard.get(timeout=60))["doing"] != "training":
         pass
     assert beat == {"event": "alive", "count": 6, "doing": "training"}
 

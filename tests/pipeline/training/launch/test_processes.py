@@ -114,7 +114,7 @@ def open_files() -> list[str]:
     return sorted(link for link in links if link.startswith("pipe:"))
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "it did not come true in time"
