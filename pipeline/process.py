@@ -61,7 +61,7 @@ def loading() -> Iterator[None]:
 
 
 class Importing:
-    """Imports a module in the background, once it is told to. Leaving it waits for the import.
+    """Imports a module in a thread. `start` begins the import, and the end of the `with` block waits for it.
 
     Two threads that import PyTorch at the same time fail on parts of it, and a thread that still imports it while the
     process ends aborts the process.

@@ -48,10 +48,8 @@ class FinishedNote:
 
     def __init__(self, command: str, config: RunConfig, parameters: Mapping[str, Any]) -> None:
         self.path, self.catalog = config.home_path / FINISHED, config.home_path / "warehouse" / "catalog.db"
-        self.forced, self.embedded = (
-            bool(parameters.get("force")),
-            not config.warehouse.catalog and not config.source.table,
-        )
+        self.forced = bool(parameters.get("force"))
+        self.embedded = not config.warehouse.catalog and not config.source.table
         others = {key: value for key, value in parameters.items() if key != "force"}
         self.about = json.dumps([command, config.model_dump(mode="json"), others], sort_keys=True, default=str)
 

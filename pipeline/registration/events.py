@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pyarrow as pa
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from pipeline.data.joined.reader import SourceColumns
 from pipeline.data.joined.source import FeatureSource, added_columns, pin_sources
@@ -18,8 +18,6 @@ from storage.config import WarehouseConfig
 from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
 
-LOG = "files, or {table: NAME, catalog: {uri: ..., ...}} of an event table"
-
 
 class EventRecord(BaseModel, frozen=True):
     """What a packed model says of its histories and windows."""
@@ -27,6 +25,20 @@ class EventRecord(BaseModel, frozen=True):
     sources: tuple[History | EventWindow, ...]
     columns: Mapping[str, str]
     """Raw columns that name a row's key and time, with their types."""
+
+
+class EventTableAddress(BaseModel, frozen=True, extra="forbid"):
+    """A table that an ingest made of `events`."""
+
+    table: str
+    catalog: Mapping[str, str]
+    """Properties, as in `warehouse.catalog`."""
+
+
+PLACE: TypeAdapter[str | tuple[str, ...] | EventTableAddress] = TypeAdapter(
+    Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] | EventTableAddress
+)
+"""What is read in place of a log."""
 
 
 class EventColumns:
@@ -54,21 +66,22 @@ class EventColumns:
         self._refuse_unknown(record, logs)
         sources = [self._open(source, logs[source.name]) for source in record.sources if source.name in logs]
         added_columns(sources, self._schema_of_rows(record))
-        self.kinds = {name: kind for name, kind in wanted.items() if any(name in one.schema.names for one in sources)}
+        self.sides = []
         for source in sources:
-            for name in {*source.schema.names} & {*wanted}:
+            chosen = [name for name in source.schema.names if name in wanted]
+            for name in chosen:
                 if not fits(kind := source.schema.field(name).type, wanted[name]):
                     where = f"{source.pinned.where}, column '{name}'"
                     raise ConfigError(where, f"{wanted[name]} as in the training", f"{kind}", "Convert it.")
-        columns = [(source, [name for name in source.schema.names if name in wanted]) for source in sources]
-        self.sides = [SourceColumns(source, chosen) for source, chosen in columns if chosen]
+            if chosen:
+                self.sides.append(SourceColumns(source, chosen))
         self.needed = {name: record.columns[name] for side in self.sides for name in side.needed}
         self.made = [name for side in self.sides for name in side.names]
         for side in self.sides:
             side.load_day(None)
 
     def add(self, rows: pa.Table) -> pa.Table:
-        """Returns rows with the columns in `made`. A row without events has empty lists and counts of 0.
+        """Returns rows with the columns in `made`, in the log's types. Without events: empty lists and counts of 0.
 
         Args:
             rows: They have the columns in `needed`.
@@ -77,8 +90,7 @@ class EventColumns:
         for side in self.sides:
             dates = {name: known[name].cast(pa.date32()) for name in side.on if self.needed[name] == "timestamp"}
             for name, values in zip(side.names, side.look_up(known | dates, date.min), strict=True):
-                kind = self.kinds[name]
-                rows = rows.append_column(name, values.cast(TYPES[kind], safe="double" not in kind))
+                rows = rows.append_column(name, values)
         return rows
 
     def _refuse_unknown(self, record: EventRecord, logs: Mapping[str, Any]) -> None:
@@ -92,19 +104,16 @@ class EventColumns:
 
     def _open(self, source: History | EventWindow, log: Any) -> FeatureSource:
         """Opens what is read in place of a source's log."""
-        where, home = f"events '{source.name}'", Path(self.scratch.name)
-        place: dict[str, Any] = {"table": None, "path": log}
-        config = WarehouseConfig()
         try:
-            if isinstance(log, Mapping):
-                config = WarehouseConfig.model_validate({name: log[name] for name in log if name != "table"})
-                place = {"table": log["table"], "path": None}
-            elif not log:
-                raise KeyError
-            own = type(source).model_validate(source.model_dump() | place)
-        except (ValidationError, KeyError):
-            raise ConfigError(where, LOG, f"{log!r:.60}", "Correct it.") from None
-        warehouse = Warehouse(config, home)
+            place = PLACE.validate_python(log)
+        except ValidationError:
+            expected = "files, or {table: NAME, catalog: {uri: ..., ...}} of an event table"
+            raise ConfigError(f"events '{source.name}'", expected, f"{log!r:.60}", "Correct it.") from None
+        config, read = WarehouseConfig(), dict[str, Any](table=None, path=place)
+        if isinstance(place, EventTableAddress):
+            config, read = WarehouseConfig(catalog=place.catalog), {"table": place.table, "path": None}
+        warehouse = Warehouse(config, Path(self.scratch.name))
+        own = type(source).model_validate(source.model_dump() | read)
         return FeatureSource(pin_sources([own], Path.cwd(), warehouse)[0], warehouse)
 
     @staticmethod

@@ -157,6 +157,7 @@ def register(
     record: dict[str, Any] = json.loads((folder / MODEL).read_text(encoding="utf-8"))
     columns: dict[str, str] = record["columns"]
     needed: dict[str, str] = record.get("events", {}).get("columns", {})
+    no_logs: dict[str, Any] | None = {"events": {}} if needed else None
     frame = raw_frame(probe, columns)
     hashes = folder.parent / HASHES
     write_json(hashes, hash_files(folder))
@@ -171,10 +172,10 @@ def register(
             metadata={"columns": columns, "defaults": record["defaults"]},
             input_example=frame.head(3),
             pip_requirements=_requirements([*REQUIREMENTS, *(["duckdb"] if needed else [])]),
-            model_config={"events": {}} if needed else None,  # MLflow takes no other names when the model is loaded
+            model_config=no_logs,  # MLflow takes no other names when the model is loaded
         )
         # Explicitly without logs: a variable may name some for each model that is loaded.
-        loaded = mlflow.pyfunc.load_model(info.model_uri, model_config={"events": {}} if needed else None)
+        loaded = mlflow.pyfunc.load_model(info.model_uri, model_config=no_logs)
         actual = loaded.predict(frame)["probability"].to_numpy()
     check_probabilities(run_id, actual, expected, tolerance)
     try:

@@ -129,7 +129,7 @@ class LoadedModel:
         if self.events is None:
             return rows
         made, kinds = self.events.add(rows), self.columns.items()
-        return pa.table({name: made.column(name).cast(TYPES[kind], safe=kind != "double") for name, kind in kinds})
+        return pa.table({name: made.column(name).cast(TYPES[kind], safe="double" not in kind) for name, kind in kinds})
 
     def probabilities(self, rows: Rows) -> npt.NDArray[np.float64]:
         """Returns the probabilities of rows as a caller sends them, float64 [N]. All are finite.
