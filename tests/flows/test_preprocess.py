@@ -335,7 +335,7 @@ def test_an_interrupted_epoch_leaves_nothing(workers: Workers, started: subproce
     assert (started.returncode, json.loads(out.strip().splitlines()[-1])) == (1, INTERRUPTED), log
     assert log.splitlines().count(f"error: {INTERRUPTED['error']}") == 1
     assert "Traceback" not in log
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert psutil.wait_procs(family, timeout=15)[1] == []
     assert workers.pids() == set()
 
 
@@ -354,7 +354,7 @@ def test_sigterm_ends_an_epoch_and_its_workers(long_home: Path, workers: Workers
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (code, result, "Traceback" in log) == (1, INTERRUPTED, False), log
-    assert psutil.wait_procs([worker.result()], timeout=60)[1] == []
+    assert psutil.wait_procs([worker.result()], timeout=15)[1] == []
     assert workers.pids() == set()
 
 

@@ -116,7 +116,7 @@ def test_ui_starts_both_servers_and_stops_them(tmp_path):
         assert children
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
-        assert psutil.wait_procs(children, timeout=60)[1] == []
+        assert psutil.wait_procs(children, timeout=15)[1] == []
 
 
 def test_both_servers_end_with_a_ui_that_is_killed(tmp_path):

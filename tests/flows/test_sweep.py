@@ -205,7 +205,7 @@ def wait_for(found, process: subprocess.Popen) -> None:
 
 
 def ended(processes: list[psutil.Process]) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=60)
+    _, alive = psutil.wait_procs(processes, timeout=15)
     return not alive
 
 

@@ -166,7 +166,7 @@ def test_nothing_outlives_the_parent(tmp_path: Path, when: str) -> None:
         family = psutil.Process(parent.pid).children(recursive=True)
         assert len(family) == (1 if when == "prepare" else 2)
         parent.kill()
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert psutil.wait_procs(family, timeout=20)[1] == []
 
 
 @pytest.mark.parametrize("module", ["pipeline.jobs.training.rank", "pipeline.preprocessing.executors"])

@@ -96,8 +96,8 @@ def nothing_left() -> Iterator[None]:
     before = children(), threads(), memory_descriptors()
     yield
     eventually(lambda: children() <= before[0], 10.0, "processes are left")
-    eventually(lambda: threads() <= before[1], 60.0, "threads are left")
-    eventually(descriptors, 60.0, "descriptors are left")
+    eventually(lambda: threads() <= before[1], 10.0, "threads are left")
+    eventually(descriptors, 10.0, "descriptors are left")
 
 
 @pytest.fixture

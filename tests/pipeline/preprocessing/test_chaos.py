@@ -563,9 +563,9 @@ def test_fault_18_a_killed_master_takes_its_workers_along_and_the_order_continue
         assert all(alive(pid) for pid in known)
         assert address in Path("/proc/net/unix").read_text(encoding="utf-8")
         process.kill()
-    eventually(lambda: not any(alive(pid) for pid in known), 60.0, "workers outlive their master")
+    eventually(lambda: not any(alive(pid) for pid in known), 15.0, "workers outlive their master")
     assert address not in Path("/proc/net/unix").read_text(encoding="utf-8")
-    eventually(lambda: not left_since(shared), 60.0, "shared memory outlives its master")
+    eventually(lambda: not left_since(shared), 15.0, "shared memory outlives its master")
     assert {path.name for path in (tmp_path / "service").iterdir()} == {"workers.json", "worker-1.log", "worker-2.log"}
     ranks = [client(sources("inline"), data, rank=rank, world_size=2).batches(position) for rank in range(2)]
     rest = [joined(shares) for shares in zip(*ranks, strict=True)]

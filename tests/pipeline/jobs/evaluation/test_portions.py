@@ -170,7 +170,7 @@ def test_nodes_of_a_cluster_evaluate_as_this_process_does(
     assert killed
     assert "nodes of the Ray cluster that evaluated: " in caplog.text
     assert not ray.is_initialized()
-    assert not psutil.wait_procs(actors(), timeout=90)[1]
+    assert not psutil.wait_procs(actors(), timeout=30)[1]
 
 
 @needs_ray
@@ -182,7 +182,7 @@ def test_errors_of_nodes_arrive_unchanged(cluster: Any, comparison: Comparison) 
     with pytest.raises(DataError) as expected:
         evaluate(wrong)
     assert str(caught.value).partition(":")[0] == str(expected.value).partition(":")[0]
-    assert not psutil.wait_procs(actors(), timeout=90)[1]
+    assert not psutil.wait_procs(actors(), timeout=30)[1]
 
 
 @needs_ray

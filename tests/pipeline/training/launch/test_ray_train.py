@@ -40,7 +40,7 @@ def children() -> list[psutil.Process]:
 
 
 def left(before: list[psutil.Process]) -> list[psutil.Process]:
-    return psutil.wait_procs(set(children()) - set(before), timeout=90)[1]
+    return psutil.wait_procs(set(children()) - set(before), timeout=30)[1]
 
 
 @needs_ray
