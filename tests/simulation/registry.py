@@ -293,7 +293,7 @@ def simulated(run: Run) -> Iterator[None]:
     loaded = SimpleNamespace(predict=lambda frame: pd.DataFrame({"probability": [0.5] * len(frame)}))
     library = SimpleNamespace(
         start_run=lambda run_id: nullcontext(),
-        pyfunc=SimpleNamespace(log_model=run.log_model, load_model=lambda address: loaded),
+        pyfunc=SimpleNamespace(log_model=run.log_model, load_model=lambda address, model_config: loaded),
     )
 
     def repository(place: str, tracking_uri: str) -> Any:
