@@ -200,6 +200,12 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             raise ConfigError(
                 f"events.{self.name}", "another name than the table of the samples", self.name, "Rename one of them."
             )
+        generator = self.source.generator
+        for table, events in self.events.items():
+            if events.path is None and (generator is None or not generator.watched_per_day):
+                found = "none, and no generator that writes it"
+                remedy = "Add it. For a generated log, set source.generator.watched_per_day."
+                raise ConfigError(f"events.{table}", "`path` of the log", found, remedy)
         for log in self.features.logs:
             events = self.events.get(log.table or "")
             if events is not None and (log.on, log.time) != (events.key, events.time):

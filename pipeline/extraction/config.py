@@ -191,7 +191,7 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     lookups: tuple[SideTable, ...] = ()
     """Side tables joined to the rows."""
     generator: GeneratorConfig | None = None
-    """Generates both logs instead of reading files."""
+    """Generates the logs instead of reading files."""
 
     @model_validator(mode="after")
     def _names_one_source(self) -> Self:
@@ -242,6 +242,7 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     def ingested(self) -> dict[str, Any]:
         """Returns the values that say what an ingest reads, without the keys of `table`."""
         values = self.model_dump(mode="json", exclude=set(TABLE_KEYS))
+        values["generator"] = None if self.generator is None else self.generator.content()
         sides = [{key: side[key] for key in side if side[key] or key not in AS_OF_KEYS} for side in values["lookups"]]
         return values | {"lookups": sides}
 
@@ -368,8 +369,8 @@ class EventTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     brings events of it.
     """
 
-    path: str | tuple[str, ...]
-    """Files of the log: a path, a glob, or several, as `source.path`."""
+    path: str | tuple[str, ...] | None = None
+    """Files of the log: a path, a glob, or several, as `source.path`. None: the generator writes it."""
     key: Names
     """Columns that say whose event it is, such as a user. An event without one of them is quarantined."""
     time: str

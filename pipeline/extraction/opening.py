@@ -295,19 +295,27 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile
         if logged is None:  # the first row of a repeated impression may lie in another day's file
             files = _of_days(files, source.day_column, context.only)
         return files, context.find(logged, "source.outcomes.path") if logged else []
-    content = [source.generator.model_dump(mode="json"), source.outcomes.window_seconds]
-    folder = context.logs / f"{context.table}-{fingerprint(content)[:12]}"
+    folder = generate_logs(context, report)
+    return sorted((folder / "features").glob("*.parquet")), sorted((folder / "outcomes").glob("*.parquet"))
+
+
+def generate_logs(context: SourceContext, report: Report) -> Path:
+    """Returns the folder of the generated logs. Writes them if they are missing."""
+    generator, outcomes = context.source.generator, context.source.outcomes
+    assert generator is not None
+    assert outcomes is not None
+    folder = context.logs / f"{context.table}-{fingerprint([generator.content(), outcomes.window_seconds])[:12]}"
     if not (folder / "complete").exists():
-        total = source.generator.days * source.generator.rows_per_day
+        total = generator.days * generator.rows_per_day
         made = Counter[str]()
 
         def on_rows(rows: int) -> None:
             made["rows"] += rows
             report("generate", made["rows"], total)
 
-        write_logs(source.generator, folder, source.outcomes.window_seconds, on_rows)
+        write_logs(generator, folder, outcomes.window_seconds, on_rows)
         (folder / "complete").touch()
-    return sorted((folder / "features").glob("*.parquet")), sorted((folder / "outcomes").glob("*.parquet"))
+    return folder
 
 
 def _of_days(files: list[SourceFile], column: str | None, only: frozenset[datetime.date]) -> list[SourceFile]:

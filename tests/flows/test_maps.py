@@ -91,11 +91,11 @@ def test_the_demo_by_maps_trains_the_same_model_before_and_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
 ) -> None:
     """Its log is a table of maps, and its features have their names by `map_keys`."""
-    demo = "configs/demo.yaml"
+    demo = "configs/generated.yaml"
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     ingest(demo, {"source.generator": {"start_day": "2025-01-06", "days": 7, "rows_per_day": 600}})
     own = Workspace(load(demo)).warehouse
-    snapshot = own.current("demo")
+    snapshot = own.current("generated")
     reader = own.reader(snapshot, own.schema(snapshot).names)
     for fragment in reader.fragments():
         rows = reader.read(fragment)

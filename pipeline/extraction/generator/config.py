@@ -1,9 +1,20 @@
 """Config of the generated logs."""
 
 import datetime
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    Field,
+    FiniteFloat,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
+
+from pipeline.errors import ConfigError
 
 
 class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -26,6 +37,11 @@ class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     """Mean impressions of a session. The number has a geometric distribution."""
     lists_per: Literal["row", "session"] = "row"
     """Whether a user's lists (recent items, searches) are drawn for each impression or once for a session."""
+
+    watched_per_day: float = Field(default=0.0, ge=0)
+    """Mean events of a user a day in a third log, of what users watched: `cat_user`, `watched_at` and
+    `watched_category`. The categories of a user's last ten events, a minute or more before an impression, then change
+    the probability of a click. 0: no such log. Otherwise 1 or more."""
 
     users: PositiveInt = 20_000
     """Vocabulary of cat_user at any time."""
@@ -69,6 +85,19 @@ class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     """Share of logged clicks with a second entry a few seconds later."""
     mean_delay_seconds: PositiveFloat = 600.0
     """Mean of the exponential delay between impression and outcome."""
+
+    @field_validator("watched_per_day")
+    @classmethod
+    def _users_watch_daily(cls, value: float) -> float:
+        if 0 < value < 1:
+            remedy = "Raise it: the log begins early enough for every user to have ten events before the first day."
+            raise ConfigError("source.generator.watched_per_day", "0, or 1 or more", f"{value:g}", remedy)
+        return value
+
+    def content(self) -> dict[str, Any]:
+        """Returns the values that decide the logs, without keys that earlier versions lacked and that are off."""
+        values = self.model_dump(mode="json")
+        return values if self.watched_per_day else {key: values[key] for key in values if key != "watched_per_day"}
 
     @property
     def chunks_per_day(self) -> int:

@@ -18,12 +18,10 @@ import pyarrow.parquet as pq
 
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
-from pipeline.extraction.generator.planted import Floats, Ints, counted_share, draw_columns
+from pipeline.extraction.generator.planted import DAY_US, EPOCH, Floats, Ints, counted_share, draw_columns
+from pipeline.extraction.generator.watched import watched_batches, watched_days, watched_effect
 from storage.artifacts import atomic_file
 
-_EPOCH = datetime.date(1970, 1, 1)
-DAY_US = 86_400_000_000
-"""Microseconds of a day."""
 OUTCOME_SCHEMA = pa.schema(
     [("impression_id", pa.int64()), ("outcome_time", pa.timestamp("us")), ("action", pa.string())]
 )
@@ -41,11 +39,12 @@ class Chunk(NamedTuple):
 def write_logs(
     config: GeneratorConfig, folder: Path, window_seconds: int, on_rows: Callable[[int], None] = lambda rows: None
 ) -> int:
-    """Writes both logs as `features/day=YYYY-MM-DD.parquet` and `outcomes/day=YYYY-MM-DD.parquet`, zstd.
+    """Writes the logs as `features/day=YYYY-MM-DD.parquet` and `outcomes/day=YYYY-MM-DD.parquet`, zstd.
 
-    An outcome lies in the file of the day it arrives on. The outcome log has one day more than the feature log: its
-    last file holds all that arrives after the last day. A file gets its name only when it is complete, and replaces an
-    older one. Files of other days are not touched. `planted.draw_columns` describes the columns.
+    With `watched_per_day` there is also `watched/day=YYYY-MM-DD.parquet`, which begins some days earlier. An outcome
+    lies in the file of the day it arrives on. The outcome log has one day more than the feature log: its last file
+    holds all that arrives after the last day. A file gets its name only when it is complete, and replaces an older one.
+    Files of other days are not touched. `planted.draw_columns` describes the columns.
 
     Args:
         window_seconds: A click counts for the label up to this long after its impression.
@@ -69,6 +68,10 @@ def write_logs(
         )
     last = config.dates[-1] + datetime.timedelta(days=1)
     with _OpenFiles(folder) as files:
+        for day in watched_days(config):
+            for events in watched_batches(config, day):
+                files.write("watched", day, events)
+            files.commit(day)
         for day in config.dates:
             for number in range(config.chunks_per_day):
                 chunk = make_chunk(config, day, number, window_seconds)
@@ -116,10 +119,13 @@ def make_chunk(config: GeneratorConfig, day: datetime.date, number: int, window_
     first_row = number * config.chunk_rows
     rows = min(config.chunk_rows, config.rows_per_day - first_row)
     random = np.random.Generator(np.random.Philox(np.random.SeedSequence((config.seed, day.toordinal(), number))))
-    midnight_us = _days_since_epoch(day) * DAY_US
+    midnight_us = (day - EPOCH).days * DAY_US
     session_of_row, event_us = _draw_times(config, random, first_row, rows)
-    impression_ids = _days_since_epoch(day) * 10**10 + first_row + np.arange(rows)
-    columns, click_probability = draw_columns(config, random, day, session_of_row, event_us)
+    impression_ids = (day - EPOCH).days * 10**10 + first_row + np.arange(rows)
+    columns, logit = draw_columns(config, random, day, session_of_row, event_us)
+    if config.watched_per_day:
+        logit += watched_effect(config, columns["cat_user"].to_numpy(), midnight_us + event_us)
+    click_probability = 1 / (1 + np.exp(-logit))
     features = pa.RecordBatch.from_pydict(
         {
             "impression_id": pa.array(impression_ids),
@@ -130,10 +136,6 @@ def make_chunk(config: GeneratorConfig, day: datetime.date, number: int, window_
         }
     )
     return Chunk(features, _draw_outcomes(config, random, impression_ids, midnight_us + event_us, click_probability))
-
-
-def _days_since_epoch(day: datetime.date) -> int:
-    return (day - _EPOCH).days
 
 
 def _draw_times(config: GeneratorConfig, random: np.random.Generator, first_row: int, rows: int) -> tuple[Ints, Ints]:
@@ -174,10 +176,10 @@ def _draw_outcomes(
 
 def _by_arrival_day(outcomes: pa.RecordBatch, last: datetime.date) -> Iterator[tuple[datetime.date, pa.RecordBatch]]:
     """Cuts outcomes, in order of time, at midnights. Those after the last day count as that day."""
-    days = np.minimum(outcomes.column("outcome_time").cast(pa.int64()).to_numpy() // DAY_US, _days_since_epoch(last))
+    days = np.minimum(outcomes.column("outcome_time").cast(pa.int64()).to_numpy() // DAY_US, (last - EPOCH).days)
     borders = np.flatnonzero(np.diff(days, prepend=-(10**9), append=10**9))
     for begin, end in itertools.pairwise(borders.tolist()):
-        yield _EPOCH + datetime.timedelta(days=int(days[begin])), outcomes.slice(begin, end - begin)
+        yield EPOCH + datetime.timedelta(days=int(days[begin])), outcomes.slice(begin, end - begin)
 
 
 class _OpenFiles:

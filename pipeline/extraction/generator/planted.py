@@ -18,6 +18,10 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
+EPOCH = datetime.date(1970, 1, 1)
+DAY_US = 86_400_000_000
+"""Microseconds of a day."""
+
 
 class _Dense(NamedTuple):
     """How a dense column is drawn, and how its standardised value moves the logit."""
@@ -83,14 +87,14 @@ _BASE_SHIFT = 0.05  # log-odds
 _SHIFT_PERIOD_DAYS = 20.0
 
 
-class _Ids(NamedTuple):
+class Ids(NamedTuple):
     """Drawn ids, and the factor in (0, 1] by which rarity shrinks their planted weight."""
 
     ids: Ints
     shrink: Floats
 
-    def take(self, index: Ints) -> "_Ids":
-        return _Ids(self.ids[index], self.shrink[index])
+    def take(self, index: Ints) -> "Ids":
+        return Ids(self.ids[index], self.shrink[index])
 
     def effect(self, column: str) -> Floats:
         """Planted weight of every id: about normal, with at most the column's standard deviation."""
@@ -110,18 +114,18 @@ class _Column(NamedTuple):
 def draw_columns(
     config: GeneratorConfig, random: np.random.Generator, day: datetime.date, session_of_row: Ints, event_us: Ints
 ) -> tuple[dict[str, pa.Array], Floats]:
-    """Draws all feature columns, length R, and the probability of a click, float64 [R].
+    """Draws all feature columns, length R, and the log-odds of a click from them, float64 [R].
 
     Eight dense columns `num_*`, seven ids `cat_*` and five id lists `list_*`. Tenure, click share, user, country,
     device and interests are drawn per session, the other lists as `lists_per` says. An item determines its category and
     advertiser, a user the country.
     """
-    draws = _Draws(config, random, config.drift_strength * (day - config.start_day).days)
+    draws = _Draws(config, random, drift_days(config, day))
     rows, sessions = len(session_of_row), int(session_of_row.max()) + 1
     users, items = draws.ids("users", sessions), draws.ids("items", rows)
     countries = draws.attribute("countries", users).take(session_of_row)
     categories = draws.attribute("categories", items)
-    hours = draws.numbered("hours", event_us // 3_600_000_000)
+    hours = numbered(config, "hours", event_us // 3_600_000_000)
 
     def lists(name: str) -> _Column:
         once = config.lists_per == "session"
@@ -142,7 +146,24 @@ def draw_columns(
     }
     effects = np.sum([column.effect for column in columns.values()], axis=0) + _interaction(categories, countries)
     logit = config.base_logit + _BASE_SHIFT * draws.shift("base rate") + config.signal_strength * effects
-    return {name: column.values for name, column in columns.items()}, 1 / (1 + np.exp(-logit))
+    return {name: column.values for name, column in columns.items()}, logit
+
+
+def drift_days(config: GeneratorConfig, day: datetime.date) -> float:
+    """Returns the days since the start of the log, times the drift strength."""
+    return config.drift_strength * (day - config.start_day).days
+
+
+def ids_of_places(config: GeneratorConfig, vocabulary: str, places: Ints, drift: float) -> Ids:
+    """Returns the ids that these places of a drifting vocabulary have after so many days of drift."""
+    age = uniform(places, f"turnover of {vocabulary}") + drift * _TURNOVER_PER_DAY
+    return numbered(config, vocabulary, places, age.astype(np.int64))
+
+
+def numbered(config: GeneratorConfig, vocabulary: str, places: Ints, generation: Ints | int = 0) -> Ids:
+    """Returns the ids of these places in the vocabulary, spread over the 63-bit range."""
+    ids = mix(places + (np.asarray(generation, np.int64) << 40), vocabulary) >> np.uint64(1)
+    return Ids(ids.astype(np.int64), 1 / np.sqrt(1 + places / config.head_ids))
 
 
 def counted_share(config: GeneratorConfig, window_seconds: int) -> float:
@@ -158,28 +179,22 @@ class _Draws(NamedTuple):
     drift_days: float
     """Days since the start of the log, times the drift strength."""
 
-    def ids(self, vocabulary: str, count: int) -> _Ids:
+    def ids(self, vocabulary: str, count: int) -> Ids:
         """Draws ids by popularity, [count]."""
         return self.popular(vocabulary, self.random.random(count))
 
-    def attribute(self, vocabulary: str, owners: _Ids) -> _Ids:
+    def attribute(self, vocabulary: str, owners: Ids) -> Ids:
         """Returns the id of this vocabulary that each owner has, such as the country of a user."""
-        return self.popular(vocabulary, _uniform(owners.ids, vocabulary))
+        return self.popular(vocabulary, uniform(owners.ids, vocabulary))
 
-    def popular(self, vocabulary: str, uniform: Floats) -> _Ids:
+    def popular(self, vocabulary: str, points: Floats) -> Ids:
         """Returns the ids at these points of the day's popularity distribution."""
         size: int = getattr(self.config, vocabulary)
         if vocabulary not in _DRIFTING:
-            return self.numbered(vocabulary, _zipf_ranks(uniform, size, self.config.zipf_exponent))
+            return numbered(self.config, vocabulary, zipf_ranks(points, size, self.config.zipf_exponent))
         exponent = self.config.user_zipf_exponent if vocabulary == "users" else self.config.zipf_exponent
-        places = _rotated(_zipf_ranks(uniform, size, exponent), size, self.drift_days * _ROTATION_PER_DAY)
-        age = _uniform(places, f"turnover of {vocabulary}") + self.drift_days * _TURNOVER_PER_DAY
-        return self.numbered(vocabulary, places, age.astype(np.int64))
-
-    def numbered(self, vocabulary: str, places: Ints, generation: Ints | int = 0) -> _Ids:
-        """Returns the ids of these places in the vocabulary, spread over the 63-bit range."""
-        ids = _mix(places + (np.asarray(generation, np.int64) << 40), vocabulary) >> np.uint64(1)
-        return _Ids(ids.astype(np.int64), 1 / np.sqrt(1 + places / self.config.head_ids))
+        places = _rotated(zipf_ranks(points, size, exponent), size, self.drift_days * _ROTATION_PER_DAY)
+        return ids_of_places(self.config, vocabulary, places, self.drift_days)
 
     def nulls(self, fraction: float, count: int) -> Bools:
         """Draws which values are null, bool [count]."""
@@ -187,7 +202,7 @@ class _Draws(NamedTuple):
 
     def shift(self, name: str) -> float:
         """Slow wave in [-1, 1] with a phase of this name's own: means move from day to day but stay bounded."""
-        phase = _uniform(np.zeros(1, np.int64), name)[0]
+        phase = uniform(np.zeros(1, np.int64), name)[0]
         return float(np.sin(2 * np.pi * (self.drift_days / _SHIFT_PERIOD_DAYS + phase)))
 
     def dense(self, name: str, count: int) -> _Column:
@@ -199,7 +214,7 @@ class _Draws(NamedTuple):
         effect = np.where(nulls, spec.null_effect, spec.weight * standard)
         return _Column(pa.array(values, mask=nulls), effect)
 
-    def single(self, name: str, drawn: _Ids) -> _Column:
+    def single(self, name: str, drawn: Ids) -> _Column:
         """Makes an id column, int64, of ids already drawn. A null adds nothing to the logit."""
         nulls = self.nulls(_SINGLE[name].nulls, len(drawn.ids))
         effect = np.where(nulls, 0.0, _SINGLE[name].weight * drawn.effect(name))
@@ -208,7 +223,7 @@ class _Draws(NamedTuple):
     def id_list(self, name: str, count: int) -> _Column:
         """Draws an id-list column, list<int64> [count]. Its effect is the mean over the list, or 0 if empty or null."""
         spec, config = _LIST[name], self.config
-        lengths = _zipf_ranks(self.random.random(count), config.list_limit_ids + 1, config.list_length_exponent)
+        lengths = zipf_ranks(self.random.random(count), config.list_limit_ids + 1, config.list_length_exponent)
         nulls = self.nulls(spec.nulls, count)
         lengths[nulls] = 0  # ids behind a null would slow down every reader
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -235,7 +250,7 @@ def _dense_values(spec: _Dense, location: float, random: np.random.Generator, co
     return values, (np.log1p(values) - spec.location) / spec.scale
 
 
-def _interaction(left: _Ids, right: _Ids) -> Floats:
+def _interaction(left: Ids, right: Ids) -> Floats:
     """Dot product of the latent vectors of two ids, scaled to the planted weight; float64, as long as the ids."""
     total = np.zeros(len(left.ids))
     for k in range(_LATENT_WIDTH):
@@ -243,7 +258,7 @@ def _interaction(left: _Ids, right: _Ids) -> Floats:
     return total * (_INTERACTION_WEIGHT / math.sqrt(_LATENT_WIDTH))
 
 
-def _zipf_ranks(uniform: Floats, size: int, exponent: float) -> Ints:
+def zipf_ranks(uniform: Floats, size: int, exponent: float) -> Ints:
     """Turns uniform draws into ranks 0..size-1 with a power-law distribution, int64.
 
     Inverts the distribution function of the density x ** -exponent on [1, size + 1]. It needs no table of any size.
@@ -266,7 +281,7 @@ def _salt(name: str) -> np.uint64:
     return np.uint64(int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"))
 
 
-def _mix(values: Ints, name: str) -> npt.NDArray[np.uint64]:
+def mix(values: Ints, name: str) -> npt.NDArray[np.uint64]:
     """Spreads integers over 64 bits, independently for every name, by the finaliser of SplitMix64, a bijection.
 
     Source:
@@ -281,14 +296,14 @@ def _mix(values: Ints, name: str) -> npt.NDArray[np.uint64]:
     return x
 
 
-def _uniform(values: Ints, name: str) -> Floats:
+def uniform(values: Ints, name: str) -> Floats:
     """Returns a fixed number in [0, 1) for every integer."""
-    return (_mix(values, name) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (mix(values, name) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _normal(values: Ints, name: str) -> Floats:
     """Returns a fixed, nearly standard normal number per integer: the sum of the four 16-bit parts of its hash."""
-    mixed = _mix(values, name)
+    mixed = mix(values, name)
     total = np.zeros(len(values))
     for part in range(4):
         total += (mixed >> np.uint64(16 * part)) & np.uint64(0xFFFF)

@@ -14,7 +14,7 @@ from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.extraction.intake import held_back_name
-from pipeline.extraction.opening import SourceContext
+from pipeline.extraction.opening import SourceContext, generate_logs
 from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.checks import show_checks, summarize_checks
@@ -32,14 +32,17 @@ def ingest(workspace: Workspace, days: tuple[datetime.date, ...] = (), force: bo
 def ingest_events(workspace: Workspace, table: str, force: bool) -> IngestResult:
     """Logs of events -> days of their table. Safe to repeat: a day is replaced as a whole or not at all."""
     config, events = workspace.config, workspace.config.events[table]
-    context = SourceContext(
-        events.source, LabelColumns(), workspace.warehouse, table, ROOT, workspace.home / "logs",
-        memory_bytes=config.ingest.memory_bytes, events=events,
-    )  # fmt: skip
     checks = config.ingest.checks.model_copy(update={"key": None})
     settings = config.ingest.model_copy(update={"order_by": (*events.key, events.time), "checks": checks})
     show = partial(show_checks, workspace, table)
     with workspace.lock(workspace.lock_of(table)), workspace.console.progress(table) as progress:
+        if events.path is None:
+            logs = generate_logs(make_source_context(workspace), progress)
+            events = events.model_copy(update={"path": f"{logs}/watched/*.parquet"})
+        context = SourceContext(
+            events.source, LabelColumns(), workspace.warehouse, table, ROOT, workspace.home / "logs",
+            memory_bytes=config.ingest.memory_bytes, events=events,
+        )  # fmt: skip
         return extract(context, settings, (), force, progress, show, workspace.console.log.warning)
 
 

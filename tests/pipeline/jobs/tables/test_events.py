@@ -12,6 +12,7 @@ import pytest
 from pipeline.config import load
 from pipeline.data.joined.reader import open_reader
 from pipeline.errors import ConfigError, DataError
+from pipeline.extraction.generator.watched import watched_batches, watched_days
 from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.clean import remove_snapshots
 from pipeline.jobs.tables.ingest import enrich_days, ingest_days
@@ -98,6 +99,35 @@ def test_a_log_becomes_days_sorted_by_key_and_time(open_: Open, tmp_path: Path) 
     assert len(stored(workspace, quarantine_name("watched"))) == 1
     again = ingest_days(workspace, None, force=False)
     assert (again["status"], again["events"]["watched"]["status"]) == ("skipped", "skipped")
+
+
+def test_the_generator_writes_a_log_of_events(open_: Open) -> None:
+    """Without `path`. The log has more days than the impressions, and its lists are those that it was drawn with."""
+    generator = {"days": 2, "rows_per_day": 300, "users": 40, "watched_per_day": 5}
+    source = {"generator": generator, "outcomes": {}, "day_column": "event_time"}
+    history = {"table": "watched", "as_of": "event_time", "delay_seconds": 60, "last": 10, "prefix": "seen_"}
+    ids = [{"columns": ["seen_watched_category"], "transforms": [{"kind": "sigrid_hash", "size": 100}]}]
+    values = {
+        "name": "made", "source": source, "events": {"watched": {"key": "cat_user", "time": "watched_at"}},
+        "features": {"dense": [{"columns": ["num_price"]}], "sparse": ids, "histories": [history]},
+        "split": {"days": {"train": ["2024-01-01"], "test": ["2024-01-02"]}},
+    }  # fmt: skip
+    workspace = Workspace(load(values))
+    done = ingest_days(workspace, None, force=False)
+    config = workspace.config.source.generator
+    assert config is not None
+    logged = sum(len(part) for day in watched_days(config) for part in watched_batches(config, day))
+    assert (done["rows"], done["events"]["watched"]["rows"]) == (600, logged)
+    assert ingest_days(workspace, None, force=False)["status"] == "skipped"
+    joined = workspace.feature_joins()
+    reader = open_reader(
+        workspace.warehouse, workspace.warehouse.current("made"), ["cat_user", "event_time", "seen_watched_category"],
+        None, joined,
+    )  # fmt: skip
+    for fragment in reader.fragments():
+        assert set(map(len, reader.read(fragment)["seen_watched_category"].to_pylist())) == {10}
+    with pytest.raises(ConfigError, match=r"events\.watched: expected `path` of the log, got none, and no generator"):
+        load(values, {"source.generator.watched_per_day": 0})
 
 
 def test_only_what_a_row_can_see_makes_another_training(open_: Open) -> None:
