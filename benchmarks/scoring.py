@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> None:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scoring")
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
-    parser.add_argument("--config", default="configs/demo.yaml", help="config of the model and the rows")
+    parser.add_argument("--config", default="configs/generated.yaml", help="config of the model and the rows")
     parser.add_argument("--folder", type=Path, help="keeps the run for the next time; default: a temporary one")
     parser.add_argument("--requests", type=int, default=500, help="requests of one row")
     parser.add_argument("--large-requests", type=int, default=100, help="requests of 1,000 rows")

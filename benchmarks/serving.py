@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> None:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
-    parser.add_argument("--config", default="configs/demo.yaml", help="config of the model and the rows")
+    parser.add_argument("--config", default="configs/generated.yaml", help="config of the model and the rows")
     parser.add_argument("--folder", type=Path, help="home with the model; default: a temporary one")
     parser.add_argument("--only", nargs="*", default=["latency", "callers", "queries"], help="parts to measure")
     parser.add_argument("--servers", nargs="*", default=["dlrm", "mlflow"])

@@ -207,16 +207,17 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
                 remedy = "Add it. For a generated log, set source.generator.watched_per_day."
                 raise ConfigError(f"events.{table}", "`path` of the log", found, remedy)
         for log in self.features.logs:
-            events = self.events.get(log.table or "")
-            if events is not None and (log.on, log.time) != (events.key, events.time):
+            declared = self.events.get(log.table or "")
+            if declared is not None and (log.on, log.time) != (declared.key, declared.time):
                 raise ConfigError(
-                    f"on and time of {log.place}", f"{', '.join(events.key)} and {events.time}, of its event table",
+                    f"on and time of {log.place}",
+                    f"{', '.join(declared.key)} and {declared.time}, of its event table",
                     f"{', '.join(log.on)} and {log.time}", "Leave them out.",
                 )  # fmt: skip
-            if log.stored and events is not None and events.keep_days is not None:
+            if log.stored and declared is not None and declared.keep_days is not None:
                 raise ConfigError(
                     f"stored of {log.place}", "an event table that keeps all days, because an old day would be written "
-                    "again without the events that are gone", f"keep_days={events.keep_days}", "Leave out one of them.",
+                    "again without the events that are gone", f"keep_days={declared.keep_days}", "Leave out one of them.",
                 )  # fmt: skip
             if log.stored and log.table == self.name:
                 raise ConfigError(

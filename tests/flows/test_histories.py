@@ -100,6 +100,44 @@ def write_config(logs: Path, samples: str, name: str, **features: Any) -> str:
 
 
 @pytest.mark.slow
+def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
+    """Also when the config cuts other lists by now, or none: as the gate's champion and in scores."""
+    home = tmp_path / "home"
+    finished = {"path": str(logs / "log" / "*.parquet"), "where": "action = 'finish'"}
+    windows = [WINDOW | finished]
+    config = write_config(logs, "samples.parquet", "cut", histories=[HISTORY | finished], windows=windows)
+    code, first, log = command(end_to_end, config, home=home)
+    assert code == 0, log
+    scores = []
+    code, _, log = command(score, config, "start=2025-03-04", home=home)
+    assert code == 0, log
+    scores.append(read_scores(home))
+
+    late = HISTORY | finished | {"last": 2, "delay_seconds": 86_400}
+    write_config(logs, "samples.parquet", "cut", histories=[late], windows=windows)
+    code, second, log = command(train, config, home=home)
+    assert code == 0, log
+    assert second["gate"]["champion"] == 1
+    assert second["gate"]["champion_ne"] == first["eval"]["ne"], "the champion had the list of the other model"
+    assert second["eval"]["ne"] != first["eval"]["ne"]
+    code, _, log = command(score, config, "start=2025-03-04", "version=1", "force=true", home=home)
+    assert code == 0, log
+    scores.append(read_scores(home))
+    assert scores[0] == scores[1]
+
+    write_config(logs, "samples.parquet", "cut", sparse=CONFIG["features"]["sparse"][:1], windows=windows)
+    code, third, log = command(train, config, home=home)
+    assert code == 0, log
+    assert third["gate"]["champion_ne"] == first["eval"]["ne"]
+
+
+def read_scores(home: Path) -> dict[str, list[Any]]:
+    warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
+    reader = warehouse.reader(warehouse.current("cut_scores"), ["probability"])
+    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).to_pydict()
+
+
+@pytest.mark.slow
 def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, command, tmp_path):
     """The same weights bit for bit, scores and served probabilities. The table has none of them, and the log's future
     is not seen."""

@@ -3,7 +3,7 @@
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from pathlib import Path
@@ -44,6 +44,10 @@ class Comparison(BaseModel, frozen=True):
     """The model before its tables were rounded. None: they were not."""
     champion: Path | None
     groups: Path
+    model_names: Mapping[str, str] = {}
+    """Column of the model -> its name in the rows, where that is another."""
+    champion_names: Mapping[str, str] = {}
+    """The same of the champion."""
     """Folder for the predictions that GAUC groups."""
 
     def empty(self, groups: Path) -> Evaluation:
@@ -118,11 +122,25 @@ class PortionScorer:
             labels, weights = read_outcomes(self.worker, rows, fragment)
             extra = rows.select(list(self.comparison.spec.extra))
             exact = None if self.exact is None else self.exact.score(rows)
-            champion = self.champion.score(rows)
-            evaluation.add(ScoredRows(labels, self.model.score(rows), extra, champion, exact, weights))
+            champion = self.champion.score(rename_columns(rows, self.comparison.champion_names))
+            scores = self.model.score(rename_columns(rows, self.comparison.model_names))
+            evaluation.add(ScoredRows(labels, scores, extra, champion, exact, weights))
             done += rows.num_rows
         evaluation.close()
         return done, evaluation, self.champion.error
+
+
+def rename_columns(rows: pa.Table, names: Mapping[str, str]) -> pa.Table:
+    """Returns rows in which columns have the names that a model reads.
+
+    Args:
+        names: Column of the model -> its name in the rows.
+    Example:
+        >>> rename_columns(pa.table({"ids": [1], "trained__ids": [2]}), {"ids": "trained__ids"}).to_pydict()
+        {'trained__ids': [2], 'ids': [2]}
+    """
+    others = [name for name in rows.column_names if name not in names]
+    return pa.table({name: rows.column(names.get(name, name)) for name in [*others, *names]}) if names else rows
 
 
 def read_outcomes(worker: Worker, rows: pa.Table, fragment: Fragment) -> tuple[Floats, Floats | None]:

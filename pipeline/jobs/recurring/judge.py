@@ -97,15 +97,17 @@ def _judge(workspace: Workspace, today: Today, challenger: int, folder: Path) ->
     champion, log = today.champion.version, workspace.console.log
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     spec = select_day_rows(workspace, today)
-    model, read, error = download_scorer(workspace, challenger, today.snapshot, folder / "challenger")
+    scorer = download_scorer(workspace, challenger, spec, folder / "challenger")
     quality: dict[int, Numbers] = {}
-    if model is None:
-        reason = f"Version {challenger}, the challenger, cannot score these rows: {error}."
+    if scorer.model is None:
+        reason = f"Version {challenger}, the challenger, cannot score these rows: {scorer.error}."
         gate = Verdict(decision="hold", reason=reason, champion=champion)
     else:
-        spec = spec.model_copy(update={"extra": tuple(dict.fromkeys([*spec.extra, *read]))})
+        spec = scorer.add_columns(spec)
         with workspace.console.progress() as progress:
-            scored = score_both(workspace, spec, today.rows, model, champion, folder, progress)
+            scored = score_both(
+                workspace, spec, today.rows, scorer.model, champion, folder, progress, names=scorer.read.names
+            )
         gate = decide(workspace, scored, champion)
         quality[challenger] = list_numbers(scored.report)
         if scored.error is None:
@@ -163,11 +165,13 @@ def choose_reference(workspace: Workspace, today: Today) -> int:
 
 def evaluate_reference(workspace: Workspace, today: Today, version: int, folder: Path) -> Numbers | None:
     """Evaluates the reference on the whole day. Returns None and logs the reason if it cannot score the day."""
-    model, _, error = download_scorer(workspace, version, today.snapshot, folder / "reference")
-    if model is not None:
+    spec = select_day_rows(workspace, today)
+    scorer = download_scorer(workspace, version, spec, folder / "reference")
+    error = scorer.error
+    if scorer.model is not None:
         try:
             with workspace.console.progress() as progress:
-                report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)
+                report = evaluate_model(workspace, spec, today.rows, scorer.model, progress, scorer.read)
             return list_numbers(report)
         except Exception as problem:  # the day must not fail because of the reference
             if is_unreachable(problem):

@@ -14,6 +14,7 @@ from pipeline.evaluation.policy import Decision, decide
 from pipeline.evaluation.record import describe_numbers
 from pipeline.evaluation.series import BacktestResult, DaySums
 from pipeline.jobs.console import step
+from pipeline.jobs.evaluation.trained import read_as_trained
 from pipeline.jobs.recurring.day import (
     DAY_TAG,
     TRAINING_TAG,
@@ -41,6 +42,7 @@ from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.training.evaluate import evaluate_model
 from pipeline.jobs.training.finish import finish
 from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, note_registered, open_training_run
+from pipeline.jobs.training.provenance import trained_sources
 from pipeline.jobs.training.register import register_run
 from pipeline.jobs.training.train import TRAINED, train
 from pipeline.jobs.workspace import Workspace
@@ -186,8 +188,10 @@ def prepare_day(
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
     model, known = download_champion(workspace, today.champion, folder), dict(verdict.quality if verdict else {})
     if version not in known:
+        trained = trained_sources(workspace, version)
+        read = read_as_trained(workspace, today.snapshot, trained, plan_of(model).columns)
         with workspace.console.progress() as progress:
-            report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress)
+            report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress, read)
         known[version] = list_numbers(report)
     if reference not in known and (found := evaluate_reference(workspace, today, reference, folder)) is not None:
         known[reference] = found

@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from pipeline.config.files import ROOT
 from pipeline.data.joined.backfilled import require_backfilled
 from pipeline.jobs.console import step
+from pipeline.jobs.evaluation.trained import sources_as_trained
+from pipeline.jobs.training.provenance import trained_sources
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import choose_version
 from pipeline.registration.scorer import LoadedModel
@@ -54,7 +56,7 @@ def score_rows(
     tracker, warehouse = workspace.tracking, workspace.warehouse
     number, identity = choose_version(tracker, config.model_name, version)
     source = warehouse.current(config.name)
-    joined = workspace.feature_joins()
+    joined = sources_as_trained(workspace, source, trained_sources(workspace, number))
     work = plan_scoring(config.scoring, warehouse, source, config.filter, identity, start, end, force, joined)
     rows, mean, speed = 0, None, None
     if work.todo:

@@ -1,7 +1,7 @@
 """Evaluates a trained model on the evaluation rows, and compares it with the champion."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +26,9 @@ from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.evaluation.portions import Comparison, evaluate_portions, read_outcomes
+from pipeline.jobs.evaluation.trained import AS_DECLARED, TrainedColumns, read_as_trained
 from pipeline.jobs.training.job import TrainingJob
-from pipeline.jobs.training.provenance import find_record
+from pipeline.jobs.training.provenance import find_record, trained_sources
 from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
@@ -38,7 +39,7 @@ from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.tracking import is_disk_error, is_unreachable
 from pipeline.registration.versions import download_packed
-from storage.reader import DAY, SnapshotRef
+from storage.reader import DAY
 
 IMPORTANCE_BATCH_ROWS = 2_048
 """Rows that exchange the values of a feature."""
@@ -109,6 +110,7 @@ def score_both(
     folder: Path,
     progress: Progress,
     exact: Path | None = None,
+    names: Mapping[str, str] = AS_DECLARED.names,
 ) -> Scored:
     """Scores rows with a model and with the champion.
 
@@ -118,21 +120,24 @@ def score_both(
         version: The champion's. None: the model is scored alone.
         folder: Holds temporary files.
         exact: The model before its tables were rounded. None: they were not rounded.
+        names: Column of the model -> its name in the rows, where that is another.
     """
     resampled = workspace.config.gate.resample_by
     fetched, groups = folder / "champion", folder / "groups"
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
     try:
-        champion, columns, error = download_scorer(workspace, version, spec.snapshot, fetched)
-        extra = tuple(dict.fromkeys([*spec.extra, *columns]))
+        champion = download_scorer(workspace, version, spec, fetched)
+        spec = champion.add_columns(spec)
         comparison = Comparison(
-            spec=spec.model_copy(update={"extra": extra}),
+            spec=spec,
             evaluation=workspace.config.evaluation,
             units=DAY if resampled in (None, "row") else resampled,
             model=model,
             exact=exact,
-            champion=champion,
+            champion=champion.model,
             groups=groups,
+            model_names=names,
+            champion_names=champion.read.names,
         )
         fragments = Worker(spec, workspace.warehouse).fragments()
         evaluation, failed = evaluate_portions(workspace, comparison, fragments, rows, progress)
@@ -140,7 +145,7 @@ def score_both(
     finally:
         for made in (fetched, groups):
             shutil.rmtree(made, ignore_errors=True)
-    return Scored(evaluation, report, error or failed)
+    return Scored(evaluation, report, champion.error or failed)
 
 
 def decide(workspace: Workspace, scored: Scored, version: int) -> Verdict:
@@ -196,17 +201,27 @@ def _judge_alone(workspace: Workspace, scored: Scored) -> Verdict:
     return Verdict(decision="hold", reason=reason)
 
 
-def evaluate_model(workspace: Workspace, spec: DataSpec, rows: int, model: Path, progress: Progress) -> EvalReport:
+def evaluate_model(
+    workspace: Workspace,
+    spec: DataSpec,
+    rows: int,
+    model: Path,
+    progress: Progress,
+    read: TrainedColumns = AS_DECLARED,
+) -> EvalReport:
     """Scores rows, raw as a caller would send them, with one model.
 
     Args:
         model: Folder of the packed model.
+        read: How to read the columns that the config no longer declares as the model was trained.
     Raises:
         ConfigError: If the table has not all columns that the model reads.
     """
     groups, warehouse, columns = model.parent / "groups", workspace.warehouse, plan_of(model).columns
     shutil.rmtree(groups, ignore_errors=True)  # of an attempt that was killed
+    spec = spec.model_copy(update={"joined": (*spec.joined, *read.joined)})
     known = joined_schema(warehouse, spec.snapshot, spec.joined, columns).names
+    columns = [read.names.get(name, name) for name in columns]
     if absent := [name for name in columns if name not in known]:
         where, expected = f"table '{workspace.config.name}'", "the columns that the champion reads"
         raise ConfigError(
@@ -222,6 +237,7 @@ def evaluate_model(workspace: Workspace, spec: DataSpec, rows: int, model: Path,
         exact=None,
         champion=None,
         groups=groups,
+        model_names=read.names,
     )
     evaluation, _ = evaluate_portions(workspace, comparison, Worker(spec, warehouse).fragments(), rows, progress)
     return evaluation.report()
@@ -299,27 +315,46 @@ def report_baselines(workspace: Workspace, report: EvalReport, baselines: Sequen
                 log.info("%s reached its limit of iterations, so it could be a little better", NAMES[one.name])
 
 
-def download_scorer(
-    workspace: Workspace, version: int | None, snapshot: SnapshotRef, folder: Path
-) -> tuple[Path | None, list[str], str | None]:
-    """Fetches a version from the registry. Returns its packed model, the columns it reads, or why it cannot score.
+class RegisteredScorer(NamedTuple):
+    """A version of the registry, ready to score rows."""
+
+    model: Path | None = None
+    """Folder of its packed model. None: there is no version, or it cannot score the rows."""
+    columns: Sequence[str] = ()
+    """The columns that it reads, by their names in the rows."""
+    read: TrainedColumns = AS_DECLARED
+    """How to read those that the config declares in another way, or not at all."""
+    error: str | None = None
+    """Why it cannot score the rows."""
+
+    def add_columns(self, spec: DataSpec) -> DataSpec:
+        """Returns the rows with the columns of this version."""
+        extra = tuple(dict.fromkeys([*spec.extra, *self.columns]))
+        return spec.model_copy(update={"extra": extra, "joined": (*spec.joined, *self.read.joined)})
+
+
+def download_scorer(workspace: Workspace, version: int | None, spec: DataSpec, folder: Path) -> RegisteredScorer:
+    """Fetches a version from the registry. It reads joined features as they were declared when it was trained.
 
     Args:
         version: None: there is none.
-        snapshot: The rows that it is to score.
+        spec: The rows that it is to score.
     """
     if version is None:
-        return None, [], None
+        return RegisteredScorer()
     try:
         model = download_packed(workspace.tracking, workspace.config.model_name, version, folder)
         columns = plan_of(model).columns
+        read = read_as_trained(workspace, spec.snapshot, trained_sources(workspace, version), columns)
     except Exception as error:  # as above
         if is_unreachable(error):  # it will be there later
             raise
-        return None, [], one_line(error)
-    known = workspace.columns(snapshot, columns).names
-    absent = [name for name in columns if name not in known]
-    return (None, [], f"the table has no column {', '.join(absent)}") if absent else (model, columns, None)
+        return RegisteredScorer(error=one_line(error))
+    known = joined_schema(workspace.warehouse, spec.snapshot, (*spec.joined, *read.joined), columns).names
+    columns = [read.names.get(name, name) for name in columns]
+    if absent := [name for name in columns if name not in known]:
+        return RegisteredScorer(error=f"the table has no column {', '.join(absent)}")
+    return RegisteredScorer(model, columns, read)
 
 
 def hold_if_overtaken(verdict: Verdict, present: int | None) -> Verdict:

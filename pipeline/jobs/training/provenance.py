@@ -178,6 +178,15 @@ def find_record(tracker: Tracker, name: str, version: int) -> Record | None:
             ) from None  # fmt: skip
 
 
+def trained_sources(workspace: Workspace, version: int) -> tuple[PinnedSource, ...]:
+    """Returns the feature sources of a version's training. Empty: it had none, or was not trained here.
+
+    Raises as `find_record`.
+    """
+    record = find_record(workspace.tracking, workspace.config.model_name, version)
+    return () if record is None else record.joined
+
+
 def restore_config(record: Record, workspace: Workspace) -> RunConfig:
     """Returns the config of a record, with the home, warehouse and MLflow server of the workspace."""
     here = workspace.config
