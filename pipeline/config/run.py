@@ -217,7 +217,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             if log.stored and declared is not None and declared.keep_days is not None:
                 raise ConfigError(
                     f"stored of {log.place}", "an event table that keeps all days, because an old day would be written "
-                    "again without the events that are gone", f"keep_days={declared.keep_days}", "Leave out one of them.",
+                    "again without the events that are gone", f"keep_days={declared.keep_days}",
+                    "Leave out one of them.",
                 )  # fmt: skip
             if log.stored and log.table == self.name:
                 raise ConfigError(
