@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
@@ -14,9 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pyiceberg.expressions import And, BooleanExpression, NotIn, NotNull, Or
-from pyiceberg.expressions.visitors import bind, extract_field_ids, rewrite_not
-from pyiceberg.io.pyarrow import expression_to_pyarrow
+from pyiceberg.expressions import BooleanExpression
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 
@@ -47,6 +46,8 @@ from storage.snapshot.parquet import (
     read_metadata,
     reading,
 )
+from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, find_rows, make_mask
+from storage.snapshot.row_groups import FileColumn, GroupFilter
 
 READ_ROWS = 8_192
 """Rows decoded at a time."""
@@ -74,7 +75,8 @@ class SnapshotReader:
 
     Attributes:
         bytes_read: Bytes of the columns read so far, compressed.
-        bytes_stored: Bytes of all columns of the row groups read so far, compressed.
+        bytes_stored: Bytes of all columns of the row groups so far, skipped ones too, compressed.
+        row_groups_skipped: Row groups of which no row passed, so that at most the columns that decide were read.
         reads: Contiguous reads so far. Adjacent columns are one; on an object store, so are columns with a small gap.
         read_sizes: Power of two -> reads of fewer bytes than that, and of at least half as many.
     """
@@ -92,10 +94,11 @@ class SnapshotReader:
         self.schema = add_keys(schema or schema_at(table, reference), [*columns, *compared_columns(row_filter)])
         self.columns = list(columns)
         self._keep: pc.Expression | None = None
+        self._compared: list[str] = []
         needed = dict.fromkeys(columns)
         if row_filter is not None:
             try:
-                self._keep, used = make_mask(row_filter, self.schema)
+                self._keep, self._compared = make_mask(row_filter, self.schema)
             except (ValueError, TypeError) as error:
                 raise StorageError(
                     f"row filter of table '{reference.table}'",
@@ -103,7 +106,7 @@ class SnapshotReader:
                     str(error).rstrip("."),
                     "Correct it.",
                 ) from error
-            needed |= dict.fromkeys(used)
+            needed |= dict.fromkeys(self._compared)
         arrow = self.schema.as_arrow()
         known = set(arrow.names)
         for name in needed:
@@ -112,7 +115,7 @@ class SnapshotReader:
                     f"column '{name}'", f"a column of table '{reference.table}'", "none of that name",
                     f"Closest: {closest_names(name, arrow.names)}. Correct the name.",
                 )  # fmt: skip
-        self.bytes_read, self.bytes_stored, self.reads = 0, 0, 0
+        self.bytes_read, self.bytes_stored, self.reads, self.row_groups_skipped = 0, 0, 0, 0
         self.read_sizes: Counter[str] = Counter()
         self._gap_bytes = Layout.gap_of(table.properties)
         self._cache = cache or ReadCache()
@@ -122,6 +125,8 @@ class SnapshotReader:
         self._types = {name: arrow.field(name).type for name in needed}
         self._defaults = {name: self.schema.find_field(name).initial_default for name in needed}
         self._keys = find_keys(self.schema, needed)
+        compared = {name: self._types[name] for name in self._compared}
+        self._groups = None if row_filter is None else GroupFilter(self.schema, row_filter, compared)
 
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
         """Lists the row groups of the snapshot by day, file and position. Their `rows` count before the row filter.
@@ -173,96 +178,166 @@ class SnapshotReader:
         """Returns a reader of some of the columns, for the same fragments. It counts its own reads."""
         made = copy.copy(self)
         made.columns = list(columns)
-        needed = {*columns, *(self._ids.keys() - set(self.columns))}
+        needed = {*columns, *self._compared}
         for part in ("_ids", "_types", "_defaults", "_keys"):
             whole = getattr(self, part)
             setattr(made, part, {name: value for name, value in whole.items() if name in needed})
-        made.bytes_read, made.bytes_stored, made.reads, made.read_sizes = 0, 0, 0, Counter()
+        made.bytes_read, made.bytes_stored, made.reads, made.row_groups_skipped = 0, 0, 0, 0
+        made.read_sizes = Counter()
         return made
 
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""
         return pa.table({name: pa.array([], self._types[name]) for name in self.columns})
 
-    def read(self, fragment: Fragment) -> pa.Table:
-        """Reads the rows of one row group that pass the filter, columns in the requested order.
+    def read(self, fragment: Fragment, choice: RowChoice | None = None) -> pa.Table:
+        """Reads the rows of one row group that pass the filter and the choice, columns in the requested order.
 
         Raises:
             CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
-        return pa.Table.from_batches(list(self.batches(fragment)), self.empty().schema)
+        return pa.Table.from_batches(list(self.batches(fragment, choice)), self.empty().schema)
 
-    def batches(self, fragment: Fragment) -> Iterator[pa.RecordBatch]:
+    def batches(self, fragment: Fragment, choice: RowChoice | None = None) -> Iterator[pa.RecordBatch]:
         """Yields the rows of `read` in batches that fit into the processor's cache.
 
+        A row group is not read if its statistics exclude all rows. Otherwise the columns that filter and choice look at
+        are decoded first, and the others up to the last part that has a row.
+
         Raises:
             CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
-        file = self.open(fragment.path)
-        stored = self.stored_columns(file.schema_arrow, fragment.path)
-        rows = 0
-        first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
+        with self.open(fragment.path) as file:
+            stored = self.stored_columns(file.schema_arrow, fragment.path)
+            group = file.metadata.row_group(fragment.row_group)
+            with self._reading(fragment.path):
+                self.bytes_stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+                found = self._groups is None or self._groups.may_match(group, self._known_columns(file, stored))
+            if not found:
+                self.row_groups_skipped += 1
+            elif local_path(fragment.path) is not None:
+                yield from self._decode(file, None, stored, fragment, choice)
+            else:
+                source = RangeFile(self.table.io.new_input(fragment.path).open(), [])
+                options = READ_OPTIONS | {"metadata": file.metadata, "pre_buffer": False}
+                with pq.ParquetFile(pa.PythonFile(source, "r"), **options) as ranged:
+                    yield from self._decode(ranged, source, stored, fragment, choice)
+
+    def _known_columns(self, file: pq.ParquetFile, stored: Mapping[int, str]) -> dict[str, FileColumn | None]:
+        """Returns the columns that the filter compares, as `GroupFilter.may_match` takes them."""
+        known: dict[str, FileColumn | None] = {}
+        for name in self._compared:
+            key, number = self._keys.get(name), self._ids[name]
+            if key is not None and key.field in stored:
+                continue  # the map may have what the column lacks
+            if number in stored:
+                known[name] = FileColumn(stored[number], file.schema_arrow.field(stored[number]).type)
+            elif name != DAY and self._defaults[name] is None:
+                known[name] = None
+        return known
+
+    def _decode(
+        self,
+        file: pq.ParquetFile,
+        source: RangeFile | None,
+        stored: Mapping[int, str],
+        fragment: Fragment,
+        choice: RowChoice | None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Yields the rows of `batches`.
+
+        Args:
+            source: Fetches the file's bytes, if it is in an object store.
+            stored: Field id of each column in the file -> its name there.
+        """
+        deciding = {*self._compared, *(choice.columns if choice is not None else ())} or set(self._types)
+        early = [name for name in self._types if name in deciding]
+        late = [name for name in self._types if name not in deciding]
+        needed = self._stored_names(early, stored)
+        missing = [name for name in self._stored_names(late, stored) if name not in needed]
+        others = self._parts(file, source, fragment, missing) if missing else None
         gone = self._left_out.positions(fragment.of_file)
-        names = {name: stored[i] for name, i in self._ids.items() if i in stored}
-        maps = {key.field: stored[key.field] for key in self._keys.values() if key.field in stored}
-        wanted_columns = list(dict.fromkeys([*names.values(), *maps.values()]))
-        group, is_local = file.metadata.row_group(fragment.row_group), local_path(fragment.path) is not None
-        with self._reading(fragment.path):
-            wanted = self._count_read(group, set(wanted_columns), is_local)
-        if not is_local:
-            source = RangeFile(self.table.io.new_input(fragment.path).open(), wanted)
-            file = pq.ParquetFile(pa.PythonFile(source, "r"), metadata=file.metadata, pre_buffer=False, **READ_OPTIONS)
-        parts = file.iter_batches(READ_ROWS, [fragment.row_group], wanted_columns, use_threads=False)
-        try:
-            while (part := self._next(parts, fragment)) is not None:
-                begin, last = np.searchsorted(gone, [first, first + len(part)])
-                live = part if begin == last else _without(part, gone[begin:last] - first)
-                first += len(part)
-                rows += len(live)
-                yield self._project(live, names, maps, fragment)
-        finally:
-            file.close()
+        first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
+        rows, passed, behind, empty = 0, 0, 0, True
+        for part in self._parts(file, source, fragment, needed):
+            begin, last = np.searchsorted(gone, [first, first + len(part)])
+            places = gone[begin:last] - first
+            live = _without(part, places)
+            first += len(part)
+            rows += len(live)
+            found = self._project(live, early, stored, fragment)
+            mask = find_rows(found, self._keep)
+            if choice is not None:
+                mask, passed = choose_rows(found, mask, choice, passed)
+            if len(live) == 0 or (mask is not None and not mask.true_count):
+                behind += 1
+                continue
+            if others is not None:
+                other = next(itertools.islice(others, behind, None), None)
+                if other is None or len(other) != len(part):
+                    raise self._corrupt(fragment.path, f"columns of different length in row group {fragment.row_group}")
+                live = _beside(live, _without(other, places))
+            behind, empty = 0, False
+            if late:
+                found = _beside(found, self._project(live, late, stored, fragment))
+            chosen = found.select(self.columns)
+            yield chosen if mask is None else chosen.filter(mask)
         if first != end or rows != fragment.rows:
             raise self._corrupt(fragment.path, f"{rows} of {fragment.rows} rows in row group {fragment.row_group}")
+        self.row_groups_skipped += empty
 
-    def _next(self, parts: Iterator[pa.RecordBatch], fragment: Fragment) -> pa.RecordBatch | None:
+    def _stored_names(self, columns: Iterable[str], stored: Mapping[int, str]) -> list[str]:
+        """Returns the names of the columns of a file that columns of the table are read from."""
+        fields = [number for name in columns for number in (self._ids[name], *self._map_of(name))]
+        return list(dict.fromkeys(stored[number] for number in fields if number in stored))
+
+    def _map_of(self, name: str) -> Sequence[int]:
+        return [self._keys[name].field] if name in self._keys else []
+
+    def _parts(
+        self, file: pq.ParquetFile, source: RangeFile | None, fragment: Fragment, columns: list[str]
+    ) -> Iterator[pa.RecordBatch]:
+        """Yields columns of a row group as they are stored. Reads and counts nothing before the first part is taken."""
         with self._reading(fragment.path):
-            part = next(parts, None)
-            if part is not None and not fragment.path.endswith(SUFFIX):  # no checksum of ours, and Arrow checks no text
-                part.validate(full=True)
-            return part
+            wanted = self._count_read(file.metadata.row_group(fragment.row_group), set(columns), source is None)
+        if source is not None:
+            source.ranges += wanted
+        parts = file.iter_batches(READ_ROWS, [fragment.row_group], columns, use_threads=False)
+        while True:
+            with self._reading(fragment.path):
+                part = next(parts, None)
+                if part is not None and not fragment.path.endswith(SUFFIX):  # no checksum of ours, and Arrow checks no
+                    part.validate(full=True)  # text
+            if part is None:
+                return
+            yield part
 
     def _project(
-        self, part: pa.RecordBatch, names: Mapping[str, str], maps: Mapping[int, str], fragment: Fragment
+        self, part: pa.RecordBatch, columns: Sequence[str], stored: Mapping[int, str], fragment: Fragment
     ) -> pa.RecordBatch:
-        """Filters a part and gives it the table's names and types.
+        """Gives columns of a part the table's names and types.
 
         A value missing from the file is read from its map, if the file has that: another engine that rewrites a file
         stores nulls beside the map. A column missing from both gets its default value, which is mostly null. `day` gets
         the day of the rows.
-
-        Args:
-            names: Column -> its name in the file.
-            maps: Field id of a map -> its name in the file.
         """
+        maps = {number: stored[number] for name in columns for number in self._map_of(name) if number in stored}
         indexes = {number: MapEntries(part.column(name)) for number, name in maps.items()}
 
-        def column(name: str, kind: pa.DataType) -> pa.Array:
-            own = _cast(part.column(names[name]), kind, name, fragment) if name in names else None
+        def column(name: str) -> pa.Array:
+            kind, number = self._types[name], self._ids[name]
+            own = _cast(part.column(stored[number]), kind, name, fragment) if number in stored else None
             key = self._keys.get(name)
             if key is not None and key.field in indexes and (own is None or own.null_count):
                 entries = _cast(indexes[key.field].column(key.key, key.scores), kind, name, fragment)
                 own = entries if own is None else _coalesce(own, entries)
             return _fill(fragment.day if name == DAY else self._defaults[name], kind, len(part)) if own is None else own
 
-        arrays = [column(name, kind) for name, kind in self._types.items()]
-        return keep_rows(pa.RecordBatch.from_arrays(arrays, list(self._types)), self._keep, self.columns)
+        return pa.RecordBatch.from_arrays([column(name) for name in columns], list(columns))
 
     def _count_read(self, group: pq.RowGroupMetaData, names: set[str], local: bool) -> list[Range]:
         """Returns the ranges to read for some columns of a row group and counts them as read."""
-        wanted = list(find_chunks(group, names))
-        ranges = merge_ranges(wanted, 0 if local else self._gap_bytes)
-        self.bytes_stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+        ranges = merge_ranges(list(find_chunks(group, names)), 0 if local else self._gap_bytes)
         sizes = [part.end - part.begin for part in ranges]
         self.bytes_read += sum(sizes)
         self.reads += len(ranges)
@@ -318,48 +393,17 @@ def _row_group_starts(metadata: pq.FileMetaData) -> npt.NDArray[np.int64]:
 
 
 def _without(part: pa.RecordBatch, positions: npt.NDArray[np.int64]) -> pa.RecordBatch:
+    if not len(positions):
+        return part
     keep = np.ones(len(part), bool)
     keep[positions] = False
     return part.filter(pa.array(keep))
 
 
-def make_mask(row_filter: BooleanExpression, schema: Schema) -> tuple[pc.Expression, list[str]]:
-    """Returns the mask of a filter and the columns that it compares.
-
-    Nulls follow SQL: a comparison with null is not true, and neither is its opposite.
-
-    Raises:
-        ValueError: If the filter does not match the columns. TypeError: The same.
-    """
-    bound = bind(schema, _drop_nulls(rewrite_not(row_filter)), case_sensitive=True)
-    used = [str(schema.find_column_name(number)) for number in sorted(extract_field_ids(bound))]
-    return expression_to_pyarrow(bound, schema), used
-
-
-def compared_columns(expression: BooleanExpression | None) -> list[str]:
-    """Returns the names of the columns that an unbound expression compares."""
-    inner = [getattr(expression, side) for side in ("left", "right", "child") if hasattr(expression, side)]
-    if inner:
-        return [name for part in inner for name in compared_columns(part)]
-    term: Any = getattr(expression, "term", None)
-    return [] if term is None else [term.name]
-
-
-def _drop_nulls(expression: BooleanExpression) -> BooleanExpression:
-    """Lets `not in` fail for nulls. Arrow's `is_in` is false for null, so its opposite would be true."""
-    if isinstance(expression, And | Or):
-        return type(expression)(_drop_nulls(expression.left), _drop_nulls(expression.right))
-    if not isinstance(expression, NotIn):
-        return expression
-    return And(NotNull(expression.term), expression)  # type: ignore[call-arg]  # pydantic hides its signature
-
-
-def keep_rows(rows: pa.RecordBatch, keep: pc.Expression | None, columns: list[str]) -> pa.RecordBatch:
-    """Selects columns of the rows that a filter keeps. None keeps all rows."""
-    if keep is None:
-        return rows.select(columns)
-    table = pa.Table.from_batches([rows]).filter(keep).select(columns).combine_chunks()
-    return table.to_batches()[0] if len(table) else rows.slice(0, 0).select(columns)
+def _beside(left: pa.RecordBatch, right: pa.RecordBatch) -> pa.RecordBatch:
+    """Returns the columns of two batches of the same rows."""
+    columns = [*left.columns, *right.columns]
+    return pa.RecordBatch.from_arrays(columns, [*left.schema.names, *right.schema.names])
 
 
 def _file_order(found: DayFile) -> tuple[datetime.date, list[str | int]]:

@@ -16,9 +16,11 @@ from pipeline.transforms.column import from_arrow, sparse_from_arrow
 from pipeline.transforms.kernels import hashing
 from pipeline.transforms.kernels.row_hashes import row_hashes
 from pipeline.transforms.ops.sampling import Sampling
+from pipeline.transforms.plan.schedule import single_array
 from pipeline.transforms.schema import unknown_column
 from storage.arrow import is_list, is_text
 from storage.reader import Fragment
+from storage.snapshot.row_filter import RowChoice
 
 HASH_BITS = 20
 HASH_STEPS = 1 << HASH_BITS
@@ -55,25 +57,39 @@ class Selection(BaseModel, frozen=True):
         sampled = self.sampling.inputs if self.sampling is not None else ()
         return list(dict.fromkeys([*self.hash_keys, *sampled]))
 
+    def choice(self, fragment: Fragment) -> RowChoice | None:
+        """Returns the choice among the rows of a fragment that pass the filter. None: all of them."""
+        keys = self.key_columns()
+        return RowChoice(keys, lambda rows, first: self.mask(rows, fragment, first)) if keys else None
+
     def keep(self, rows: pa.Table, fragment: Fragment | None = None, first: int = 0) -> pa.Table:
-        """Filters rows by the range of key hashes and by sampling.
+        """Filters rows by `mask`, with the same arguments."""
+        keys = rows.select(self.key_columns()).combine_chunks()
+        mask = self.mask(keys, fragment, first)
+        return rows if mask.all() else rows.filter(pa.array(mask))
+
+    def mask(
+        self, rows: pa.RecordBatch | pa.Table, fragment: Fragment | None = None, first: int = 0
+    ) -> npt.NDArray[np.bool_]:
+        """Tells which rows are in the range of key hashes and in the sample, bool [N].
 
         Args:
+            rows: Columns `key_columns()` of them.
             fragment: Where the rows are from. None: rows without any sampling key count as one key.
-            first: How many of its rows were read before.
+            first: How many of its rows passed the filter before.
         """
         mask = np.ones(rows.num_rows, bool)
         if self.hash_keys:
             low, high = self.hash_range
-            steps = hash_steps(*(rows.column(name).combine_chunks() for name in self.hash_keys))
+            steps = hash_steps(*(single_array(rows.column(name)) for name in self.hash_keys))
             mask &= (steps >= low) & (steps < high)
         if self.sampling is not None:
-            keys = [sparse_from_arrow(name, rows.column(name).combine_chunks()) for name in self.sampling.inputs]
+            keys = [sparse_from_arrow(name, single_array(rows.column(name))) for name in self.sampling.inputs]
             place = None
             if fragment is not None:  # not by the file's name: the same in every copy of the table
                 place = ((fragment.day.toordinal() << 16) + fragment.row_group << 24) + first
             mask &= self.sampling.keep(keys, place=place)
-        return rows if mask.all() else rows.filter(pa.array(mask))
+        return mask
 
 
 def hash_steps(*keys: pa.Array) -> npt.NDArray[np.int64]:

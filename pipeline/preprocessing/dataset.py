@@ -98,4 +98,4 @@ def _read_tables(spec: DataSpec, warehouse: Warehouse, columns: Sequence[str]) -
     wanted = list(dict.fromkeys([*columns, *spec.selection.key_columns()]))
     reader = open_reader(warehouse, spec.snapshot, wanted, spec.selection.expression(), spec.joined)
     for fragment in reader.fragments(spec.selection.days):
-        yield spec.selection.keep(reader.read(fragment), fragment)
+        yield reader.read(fragment, spec.selection.choice(fragment))

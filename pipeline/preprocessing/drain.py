@@ -41,11 +41,13 @@ class DrainResult(BaseModel, frozen=True):
     batch_seconds: float
     bytes_read: int
     bytes_stored: int
-    """Size of all columns of the row groups read."""
+    """Size of all columns of the row groups, skipped ones too."""
     reads: int
     """Contiguous ranges of files read. Adjacent columns are one range."""
     read_sizes: dict[str, int]
     """Power of two -> reads of fewer bytes than that, and of at least half as many."""
+    row_groups_skipped: int
+    """Row groups without a selected row, of which at most the columns that decide were read."""
     op_seconds: dict[str, float]
     """Worker time by op. `arrow` is the conversion from Arrow to plain buffers."""
     counts: dict[str, int]
@@ -102,6 +104,7 @@ def drain(
         bytes_stored=costs.bytes_stored,
         reads=costs.reads,
         read_sizes=dict(costs.read_sizes),
+        row_groups_skipped=costs.row_groups_skipped,
         op_seconds=dict(costs.op_seconds),
         counts=dict(costs.counts),
         peak_rss_mb=totals.peak_rss_mb,

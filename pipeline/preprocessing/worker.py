@@ -45,7 +45,7 @@ class Costs:
     """Collecting rows, shuffling and cutting batches."""
     bytes_read: int = 0
     bytes_stored: int = 0
-    """Size of all columns of the row groups read."""
+    """Size of all columns of the row groups, skipped ones too."""
     op_seconds: Numbers = field(default_factory=Counter)
     counts: Numbers = field(default_factory=Counter)
     """Values changed by a declared rule."""
@@ -53,6 +53,8 @@ class Costs:
     """Contiguous ranges of files read."""
     read_sizes: Numbers = field(default_factory=Counter)
     """Power of two -> reads of fewer bytes than that."""
+    row_groups_skipped: int = 0
+    """Row groups without a selected row, of which at most the columns that decide were read."""
 
     def add(self, other: "Costs") -> None:
         """Adds the costs of other work."""
@@ -63,6 +65,7 @@ class Costs:
         self.bytes_stored += other.bytes_stored
         self.reads += other.reads
         self.read_sizes.update(other.read_sizes)
+        self.row_groups_skipped += other.row_groups_skipped
         self.op_seconds.update(other.op_seconds)
         self.counts.update(other.counts)
 
@@ -113,7 +116,7 @@ class Worker:
 
     def read_selected(self, fragment: Fragment) -> pa.Table:
         """Reads the selected rows of a fragment as they are stored."""
-        return self.spec.selection.keep(self.reader.read(fragment), fragment)
+        return self.reader.read(fragment, self.spec.selection.choice(fragment))
 
     def sample(self, rows: int) -> list[Column]:
         """Returns the ids of each sparse feature in the first selected rows, in table order.
@@ -149,7 +152,7 @@ class Worker:
         """
         reader = self.reader
         costs = Costs(bytes_read=-reader.bytes_read, bytes_stored=-reader.bytes_stored, reads=-reader.reads)
-        sizes = Counter(reader.read_sizes)
+        sizes, costs.row_groups_skipped = Counter(reader.read_sizes), -reader.row_groups_skipped
         count, clock = 0, _Clock()
         for chunk, rows in enumerate(part for fragment in split.fragments for part in self._read_chunks(fragment)):
             costs.read_seconds += clock.lap()
@@ -166,18 +169,14 @@ class Worker:
         costs.bytes_stored += reader.bytes_stored
         costs.reads += reader.reads
         costs.read_sizes.update(reader.read_sizes - sizes)
+        costs.row_groups_skipped += reader.row_groups_skipped
         return count, costs
 
-    def _read_chunks(self, fragment: Fragment) -> Iterator[pa.RecordBatch | pa.Table]:
+    def _read_chunks(self, fragment: Fragment) -> Iterator[pa.RecordBatch]:
         """Yields the selected rows of a fragment, without empty chunks."""
-        first = 0
-        for rows in self.reader.batches(fragment):
-            kept = rows
-            if self.spec.selection.key_columns():
-                kept = self.spec.selection.keep(pa.Table.from_batches([rows]), fragment, first)
-            first += rows.num_rows
-            if kept.num_rows:
-                yield kept
+        for rows in self.reader.batches(fragment, self.spec.selection.choice(fragment)):
+            if rows.num_rows:
+                yield rows
 
     def _transform(
         self, rows: pa.RecordBatch | pa.Table, sessions: Ids | None, costs: Costs

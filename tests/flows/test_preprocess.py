@@ -51,6 +51,7 @@ KEYS = [
     "bytes_stored",
     "reads",
     "read_sizes",
+    "row_groups_skipped",
     "op_seconds",
     "counts",
     "peak_rss_mb",

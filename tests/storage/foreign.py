@@ -33,14 +33,16 @@ def add_file(table: Table, rows: pa.Table, partition: Record, file_format: FileF
 
 
 def add_files(
-    table: Table, parts: Iterable[tuple[pa.Table, Record]], file_format: FileFormat = FileFormat.PARQUET
+    table: Table, parts: Iterable[tuple[pa.Table, Record]], file_format: FileFormat = FileFormat.PARQUET, **options: Any
 ) -> list[str]:
-    """Writes several files in one commit. Returns their paths."""
+    """Writes several files in one commit, with options of Parquet's writer. Returns their paths."""
     arrow, paths = schema_to_pyarrow(table.schema()), []
     with table.transaction() as transaction, transaction.update_snapshot().fast_append() as append:
         for rows, partition in parts:
             paths.append(path := _new_path(table))
-            pq.write_table(pa.table([rows[field.name].cast(field.type) for field in arrow], schema=arrow), path)
+            pq.write_table(
+                pa.table([rows[field.name].cast(field.type) for field in arrow], schema=arrow), path, **options
+            )
             append.append_data_file(_describe(table, path, partition, rows.num_rows, file_format))
     return paths
 

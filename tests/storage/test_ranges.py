@@ -6,6 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyiceberg.expressions import LessThan
 
 from storage import reader as reader_module
 from storage.config import WarehouseConfig
@@ -66,6 +67,14 @@ def test_reads_of_an_object_store_are_counted(home: Path, gap_bytes: int, monkey
     assert len(seen) == remote.reads == (6 if gap_bytes == 0 else 2)
     assert sum(seen) == remote.bytes_read >= local.bytes_read
     assert (remote.bytes_read == local.bytes_read) == (gap_bytes == 0)
+    seen.clear()
+    kept, none = (warehouse.reader(snapshot, names, LessThan("c3", limit)) for limit in (5, 0))  # type: ignore[call-arg, arg-type]
+    some = pa.concat_tables([kept.read(fragment) for fragment in kept.fragments()])
+    assert some.to_pylist() == expected.filter(pa.array([3 * i % 97 < 5 for i in range(1_000)])).to_pylist()
+    assert len(seen) == kept.reads  # the column of the filter by itself, and the others as without it
+    assert (kept.reads, kept.bytes_read > remote.bytes_read) == (remote.reads + 2, True)
+    assert pa.concat_tables([none.read(fragment) for fragment in none.fragments()]).num_rows == 0
+    assert (len(seen), none.reads, none.bytes_read, none.row_groups_skipped) == (kept.reads, 0, 0, 2)
 
 
 def test_reads_are_found_by_table_and_time(tmp_path: Path) -> None:

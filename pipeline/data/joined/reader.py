@@ -19,7 +19,8 @@ from pipeline.data.joined.source import FeatureSource, PinnedSource, SourceRows,
 from pipeline.data.joined.stored import MICROS, to_key_form, to_micros, to_numbers
 from pipeline.transforms.joins import EventWindow, FeatureJoin, History
 from pipeline.transforms.kernels.histories import sum_values
-from storage.reader import Fragment, SnapshotReader, SnapshotRef, compared_columns, keep_rows, make_mask
+from storage.reader import Fragment, SnapshotReader, SnapshotRef
+from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse
 
 CACHE_BYTES = 256 << 20
@@ -179,6 +180,11 @@ class FeatureJoinReader:
         return self.inner.bytes_stored
 
     @property
+    def row_groups_skipped(self) -> int:
+        """Row groups of the table without a row that passed the table's part of the filter."""
+        return self.inner.row_groups_skipped
+
+    @property
     def reads(self) -> int:
         """Contiguous reads of the table's files so far."""
         return self.inner.reads
@@ -209,19 +215,28 @@ class FeatureJoinReader:
         """Returns an empty table of the columns."""
         return pa.table({name: pa.array([], kind) for name, kind in self.types.items()})
 
-    def read(self, fragment: Fragment) -> pa.Table:
-        """Reads the rows of one row group that pass the filter, columns in the requested order."""
-        return pa.Table.from_batches(list(self.batches(fragment)), self.empty().schema)
+    def read(self, fragment: Fragment, choice: RowChoice | None = None) -> pa.Table:
+        """Reads the rows of one row group that pass filter and choice, columns in the requested order."""
+        return pa.Table.from_batches(list(self.batches(fragment, choice)), self.empty().schema)
 
-    def batches(self, fragment: Fragment) -> Iterator[pa.RecordBatch]:
-        """Yields the rows of `read` in batches that fit into the processor's cache."""
-        for batch in self.inner.batches(fragment):
+    def batches(self, fragment: Fragment, choice: RowChoice | None = None) -> Iterator[pa.RecordBatch]:
+        """Yields the rows of `read` in batches that fit into the processor's cache.
+
+        Columns are looked up for the chosen rows only, unless the filter or the choice looks at joined columns.
+        """
+        of_table = choice is not None and self._keep is None and set(choice.columns) <= set(self.inner.columns)
+        late, passed = None if of_table else choice, 0
+        for batch in self.inner.batches(fragment, choice if of_table else None):
             columns = dict(zip(batch.schema.names, batch.columns, strict=True))
             for side in self.sides:
                 added = side.look_up(columns, fragment.day)
                 columns |= dict(zip(side.names, added, strict=True))
             rows = pa.RecordBatch.from_arrays(list(columns.values()), list(columns))
-            yield keep_rows(rows, self._keep, self.columns)
+            rows = keep_rows(rows, self._keep, self.columns)
+            if late is not None:
+                mask, passed = choose_rows(rows, None, late, passed)
+                rows = rows if mask is None else rows.filter(mask)
+            yield rows
 
 
 Reader = SnapshotReader | FeatureJoinReader

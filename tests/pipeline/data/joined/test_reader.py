@@ -18,9 +18,10 @@ from pipeline.data.joined import index, reader
 from pipeline.data.joined.index import KeyIndex
 from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
 from pipeline.data.joined.source import pin_sources, source_identity
-from pipeline.data.selection import Selection
+from pipeline.data.selection import HASH_STEPS, Selection
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.joins import FeatureJoin
+from pipeline.transforms.ops.sampling import Sampling
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
@@ -244,3 +245,24 @@ def test_a_pinned_source_travels_as_json(tmp_path, warehouse):
     pq.write_table(pa.table({"user": [1], "x": [1]}), tmp_path / "s.parquet")
     pinned = pin_sources([FeatureJoin(path="s.parquet", on="user")], tmp_path, warehouse)[0]
     assert type(pinned).model_validate(json.loads(pinned.model_dump_json())) == pinned
+
+
+@pytest.mark.parametrize("text", [None, "num > 0", "num > 0 and score > 0.1", "row < 0"])
+@pytest.mark.parametrize("keys", [(), ("user",), ("word",)], ids=["no split", "own key", "joined key"])
+@pytest.mark.parametrize("sampled", [None, "shop", "ids"])
+def test_keys_choose_the_same_rows_while_and_after_a_row_group_is_read(text, keys, sampled, tmp_path, warehouse):
+    random = np.random.default_rng(7)
+    rows, side = rows_of(random), source_rows(random, False)
+    snapshot = stored(warehouse, rows)
+    pq.write_table(side, tmp_path / "a.parquet")
+    joined = pin_sources([FeatureJoin(path="*.parquet", on=("user", "shop"), columns=("score", "ids", "word"))], tmp_path, warehouse)  # fmt: skip
+    sampling = None if sampled is None else Sampling(inputs=(sampled,), rate=0.6, seed=6)
+    selection = Selection(days=(), filter=text, hash_keys=keys, hash_range=(0, HASH_STEPS // 2), sampling=sampling)
+    wanted = list(dict.fromkeys(["row", "ids", "word", *selection.key_columns()]))
+    one = open_reader(warehouse, snapshot, wanted, selection.expression(), joined)
+    other = open_reader(warehouse, snapshot, wanted, selection.expression(), joined)
+    whole = [selection.keep(other.read(fragment), fragment) for fragment in other.fragments()]
+    parts = [one.read(fragment, selection.choice(fragment)) for fragment in one.fragments()]
+    assert pa.concat_tables(parts).to_pylist() == pa.concat_tables(whole).to_pylist()
+    found, passed = sum(map(len, parts)), sum(other.read(fragment).num_rows for fragment in other.fragments())
+    assert (0 < found < passed) == (text != "row < 0" and bool(keys or sampled))

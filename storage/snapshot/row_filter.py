@@ -1,0 +1,97 @@
+"""Applies a row filter, which is an Iceberg expression, to rows in memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow.acero import Declaration, ProjectNodeOptions, TableSourceNodeOptions
+from pyiceberg.expressions import And, BooleanExpression, NotIn, NotNull, Or
+from pyiceberg.expressions.visitors import bind, extract_field_ids, rewrite_not
+from pyiceberg.io.pyarrow import expression_to_pyarrow
+from pyiceberg.schema import Schema
+
+
+class RowChoice(NamedTuple):
+    """A choice among the rows that pass the filter."""
+
+    columns: Sequence[str]
+    """What it looks at."""
+    choose: Callable[[pa.RecordBatch, int], npt.NDArray[np.bool_]]
+    """Given rows, and how many of their fragment passed the filter before: which of them to keep."""
+
+
+def make_mask(row_filter: BooleanExpression, schema: Schema) -> tuple[pc.Expression, list[str]]:
+    """Returns the mask of a filter and the columns that it compares.
+
+    Nulls follow SQL: a comparison with null is not true, and neither is its opposite.
+
+    Raises:
+        ValueError: If the filter does not match the columns. TypeError: The same.
+    """
+    bound = bind(schema, _drop_nulls(rewrite_not(row_filter)), case_sensitive=True)
+    used = [str(schema.find_column_name(number)) for number in sorted(extract_field_ids(bound))]
+    return expression_to_pyarrow(bound, schema), used
+
+
+def compared_columns(expression: BooleanExpression | None) -> list[str]:
+    """Returns the names of the columns that an unbound expression compares."""
+    inner = [getattr(expression, side) for side in ("left", "right", "child") if hasattr(expression, side)]
+    if inner:
+        return [name for part in inner for name in compared_columns(part)]
+    term: Any = getattr(expression, "term", None)
+    return [] if term is None else [term.name]
+
+
+def _drop_nulls(expression: BooleanExpression) -> BooleanExpression:
+    """Lets `not in` fail for nulls. Arrow's `is_in` is false for null, so its opposite would be true."""
+    if isinstance(expression, And | Or):
+        return type(expression)(_drop_nulls(expression.left), _drop_nulls(expression.right))
+    if not isinstance(expression, NotIn):
+        return expression
+    return And(NotNull(expression.term), expression)  # type: ignore[call-arg]  # pydantic hides its signature
+
+
+def find_rows(rows: pa.RecordBatch, keep: pc.Expression | None) -> pa.BooleanArray | None:
+    """Returns which rows a filter keeps. None: all of them.
+
+    Computing the mask alone takes a third of the time of `Table.filter`, which starts threads for 8,192 rows.
+    """
+    if keep is None:
+        return None
+    source = Declaration("table_source", TableSourceNodeOptions(pa.Table.from_batches([rows])))
+    project = Declaration("project", ProjectNodeOptions([keep], ["kept"]))
+    found = Declaration.from_sequence([source, project]).to_table(use_threads=False).column("kept").combine_chunks()
+    return None if found.true_count == len(rows) else found
+
+
+def keep_rows(rows: pa.RecordBatch, keep: pc.Expression | None, columns: list[str]) -> pa.RecordBatch:
+    """Selects columns of the rows that a filter keeps. None keeps all rows."""
+    mask = find_rows(rows, keep)
+    return rows.select(columns) if mask is None else rows.select(columns).filter(mask)
+
+
+def choose_rows(
+    rows: pa.RecordBatch, mask: pa.BooleanArray | None, choice: RowChoice, before: int
+) -> tuple[pa.BooleanArray | None, int]:
+    """Narrows a mask by a choice.
+
+    Args:
+        mask: Rows that pass the filter. None: all.
+        before: How many rows of the fragment passed the filter before.
+    Returns:
+        The rows that also pass the choice, None for all, and `before` for the rows after these.
+    """
+    passing = rows.select(list(choice.columns))
+    passing = passing if mask is None else passing.filter(mask)
+    chosen = choice.choose(passing, before)
+    before += len(passing)
+    if chosen.all():
+        return mask, before
+    if mask is None:
+        return pa.array(chosen), before
+    found = mask.fill_null(False).to_numpy(zero_copy_only=False).copy()
+    found[found] = chosen
+    return pa.array(found), before
