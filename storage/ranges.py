@@ -45,10 +45,14 @@ def merge_ranges(ranges: Collection[Range], gap_bytes: int) -> list[Range]:
 
 
 class RangeFile(io.RawIOBase):
-    """A file that fetches given ranges whole, each in one read when it is first needed."""
+    """A file that fetches given ranges whole, each in one read when it is first needed.
+
+    Attributes:
+        ranges: Whole ones. More may be added.
+    """
 
     def __init__(self, file: pa.NativeFile, ranges: Sequence[Range]) -> None:
-        self.file, self.ranges, self.position = file, ranges, 0
+        self.file, self.ranges, self.position = file, list(ranges), 0
         self.parts: dict[Range, bytes] = {}
         self.length = file.size()
 

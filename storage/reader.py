@@ -76,7 +76,7 @@ class SnapshotReader:
     Attributes:
         bytes_read: Bytes of the columns read so far, compressed.
         bytes_stored: Bytes of all columns of the row groups so far, skipped ones too, compressed.
-        row_groups_skipped: Row groups of which no row passed, so that at most the columns that decide were read.
+        row_groups_skipped: Row groups of which no row passed, so that at most the columns that decide were decoded.
         reads: Contiguous reads so far. Adjacent columns are one; on an object store, so are columns with a small gap.
         read_sizes: Power of two -> reads of fewer bytes than that, and of at least half as many.
     """
@@ -255,11 +255,13 @@ class SnapshotReader:
         late = [name for name in self._types if name not in deciding]
         needed = self._stored_names(early, stored)
         missing = [name for name in self._stored_names(late, stored) if name not in needed]
-        others = self._parts(file, source, fragment, missing) if missing else None
+        # keys alone are spread over row groups: a read of their own would hardly ever save another
+        fetched = (needed, missing) if self._compared else ([*needed, *missing], [])
+        others = self._parts(file, source, fragment, missing, fetched[1]) if missing else None
         gone = self._left_out.positions(fragment.of_file)
         first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
         rows, passed, behind, empty = 0, 0, 0, True
-        for part in self._parts(file, source, fragment, needed):
+        for part in self._parts(file, source, fragment, needed, fetched[0]):
             begin, last = np.searchsorted(gone, [first, first + len(part)])
             places = gone[begin:last] - first
             live = _without(part, places)
@@ -295,11 +297,20 @@ class SnapshotReader:
         return [self._keys[name].field] if name in self._keys else []
 
     def _parts(
-        self, file: pq.ParquetFile, source: RangeFile | None, fragment: Fragment, columns: list[str]
+        self,
+        file: pq.ParquetFile,
+        source: RangeFile | None,
+        fragment: Fragment,
+        columns: list[str],
+        fetched: list[str],
     ) -> Iterator[pa.RecordBatch]:
-        """Yields columns of a row group as they are stored. Reads and counts nothing before the first part is taken."""
+        """Yields columns of a row group as they are stored.
+
+        Args:
+            fetched: Columns that count as read, and are fetched together, once the first part is taken.
+        """
         with self._reading(fragment.path):
-            wanted = self._count_read(file.metadata.row_group(fragment.row_group), set(columns), source is None)
+            wanted = self._count_read(file.metadata.row_group(fragment.row_group), set(fetched), source is None)
         if source is not None:
             source.ranges += wanted
         parts = file.iter_batches(READ_ROWS, [fragment.row_group], columns, use_threads=False)

@@ -47,7 +47,7 @@ class DrainResult(BaseModel, frozen=True):
     read_sizes: dict[str, int]
     """Power of two -> reads of fewer bytes than that, and of at least half as many."""
     row_groups_skipped: int
-    """Row groups without a selected row, of which at most the columns that decide were read."""
+    """Row groups without a selected row, of which at most the columns that decide were decoded."""
     op_seconds: dict[str, float]
     """Worker time by op. `arrow` is the conversion from Arrow to plain buffers."""
     counts: dict[str, int]

@@ -54,7 +54,7 @@ class Costs:
     read_sizes: Numbers = field(default_factory=Counter)
     """Power of two -> reads of fewer bytes than that."""
     row_groups_skipped: int = 0
-    """Row groups without a selected row, of which at most the columns that decide were read."""
+    """Row groups without a selected row, of which at most the columns that decide were decoded."""
 
     def add(self, other: "Costs") -> None:
         """Adds the costs of other work."""

@@ -53,7 +53,7 @@ class GroupFilter:
     """
 
     def __init__(self, schema: Schema, row_filter: BooleanExpression, columns: Mapping[str, pa.DataType]) -> None:
-        self._evaluator = None if _compares_nan(row_filter) else _InclusiveMetricsEvaluator(schema, row_filter)
+        self._evaluator = _InclusiveMetricsEvaluator(schema, row_filter)
         self._fields = {name: (schema.find_field(name), kind) for name, kind in columns.items()}
 
     def may_match(self, group: pq.RowGroupMetaData, stored: Mapping[str, FileColumn | None]) -> bool:
@@ -62,8 +62,6 @@ class GroupFilter:
         Args:
             stored: Column of the table -> that of the file, or None if all its values are null. Others are unknown.
         """
-        if self._evaluator is None:
-            return True
         rows = group.num_rows
         chunks = {chunk.path_in_schema: chunk for chunk in map(group.column, range(group.num_columns))}
         nulls: dict[int, int] = {}
@@ -122,11 +120,3 @@ def _widen(lower: float, upper: float, kind: pa.DataType) -> tuple[float, float]
     """
     number: Any = kind.to_pandas_dtype()
     return float(np.nextafter(number(lower), number(-np.inf))), float(np.nextafter(number(upper), number(np.inf)))
-
-
-def _compares_nan(expression: Any) -> bool:
-    """Tells whether an unbound expression compares with NaN, which `in` finds although no bounds contain it."""
-    inner = [getattr(expression, side) for side in ("left", "right", "child") if hasattr(expression, side)]
-    literals = [*getattr(expression, "literals", ()), getattr(expression, "literal", None)]
-    values = [literal.value for literal in literals if literal is not None]
-    return any(map(_compares_nan, inner)) or any(isinstance(value, float) and math.isnan(value) for value in values)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from pyiceberg.expressions import LessThan
 
@@ -14,6 +15,7 @@ from storage.layout.reads import ReadRecord, load_reads, record_read
 from storage.layout.rewrite import set_layout
 from storage.layout.spec import Layout
 from storage.ranges import MOST_BYTES, Range, merge_ranges
+from storage.snapshot.row_filter import RowChoice
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
@@ -67,6 +69,12 @@ def test_reads_of_an_object_store_are_counted(home: Path, gap_bytes: int, monkey
     assert len(seen) == remote.reads == (6 if gap_bytes == 0 else 2)
     assert sum(seen) == remote.bytes_read >= local.bytes_read
     assert (remote.bytes_read == local.bytes_read) == (gap_bytes == 0)
+    seen.clear()
+    keyed = warehouse.reader(snapshot, names)
+    half = RowChoice(["c7"], lambda rows, first: rows["c7"].to_numpy() < 50)
+    chosen = pa.concat_tables([keyed.read(fragment, half) for fragment in keyed.fragments()])
+    assert chosen.to_pylist() == expected.filter(pc.field("c7") < 50).to_pylist()
+    assert (len(seen), keyed.reads, keyed.bytes_read) == (remote.reads, remote.reads, remote.bytes_read)
     seen.clear()
     kept, none = (warehouse.reader(snapshot, names, LessThan("c3", limit)) for limit in (5, 0))  # type: ignore[call-arg, arg-type]
     some = pa.concat_tables([kept.read(fragment) for fragment in kept.fragments()])
