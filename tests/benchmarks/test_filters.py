@@ -15,7 +15,9 @@ def test_a_sorted_table_is_read_in_part(order: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(filters, "WarehouseConfig", lambda: WarehouseConfig(row_group_rows=500))
     found = measure(order, 4_000, 1, tmp_path)
     assert [one["share"] for one in found] == list(SHARES)
-    assert [one["row_groups_skipped"] for one in found] == ([0, 0, 4] if order == "random" else [0, 7, 7])
+    *some, few = [one["row_groups_skipped"] for one in found]
+    assert some == ([0, 0] if order == "random" else [0, 7])
+    assert few in (range(4, 8) if order == "random" else [7])  # four rows are in one to four of eight row groups
     assert all(one["seconds"] > 0 and one["ratio"] > 0 for one in found)
     text = as_text({"results": found, "machine": machine(filters.PACKAGES)})
     assert text.splitlines()[-1].startswith(f"| {order} | 0.1% |")
