@@ -92,10 +92,11 @@ class SnapshotReader:
         self.schema = add_keys(schema or schema_at(table, reference), [*columns, *compared_columns(row_filter)])
         self.columns = list(columns)
         self._keep: pc.Expression | None = None
+        self._compared: list[str] = []
         needed = dict.fromkeys(columns)
         if row_filter is not None:
             try:
-                self._keep, used = make_mask(row_filter, self.schema)
+                self._keep, self._compared = make_mask(row_filter, self.schema)
             except (ValueError, TypeError) as error:
                 raise StorageError(
                     f"row filter of table '{reference.table}'",
@@ -103,7 +104,7 @@ class SnapshotReader:
                     str(error).rstrip("."),
                     "Correct it.",
                 ) from error
-            needed |= dict.fromkeys(used)
+            needed |= dict.fromkeys(self._compared)
         arrow = self.schema.as_arrow()
         known = set(arrow.names)
         for name in needed:
@@ -173,12 +174,22 @@ class SnapshotReader:
         """Returns a reader of some of the columns, for the same fragments. It counts its own reads."""
         made = copy.copy(self)
         made.columns = list(columns)
-        needed = {*columns, *(self._ids.keys() - set(self.columns))}
+        needed = {*columns, *self._compared}
         for part in ("_ids", "_types", "_defaults", "_keys"):
             whole = getattr(self, part)
             setattr(made, part, {name: value for name, value in whole.items() if name in needed})
         made.bytes_read, made.bytes_stored, made.reads, made.read_sizes = 0, 0, 0, Counter()
         return made
+
+    def identify(self, column: str) -> str:
+        """Returns all that decides the values of a column in a data file, beside the file and its day.
+
+        Args:
+            column: One to read, or one that the filter compares.
+        """
+        key, number = self._keys.get(column), self._ids[column]
+        mapped = self._stored.names_of(number), () if key is None else self._stored.names_of(key.field)
+        return repr((number, column == DAY, f"{self._types[column]}", self._defaults[column], key, mapped))
 
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""

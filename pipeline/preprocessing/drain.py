@@ -50,6 +50,9 @@ class DrainResult(BaseModel, frozen=True):
     """Worker time by op. `arrow` is the conversion from Arrow to plain buffers."""
     counts: dict[str, int]
     """Values changed by a declared rule, by op and feature."""
+    cache: dict[str, int]
+    """Use of the cache of columns. `hits` and `misses` are columns of row groups, `evicted`, `damaged` and `unwritten`
+    entries. Empty: there is none."""
     peak_rss_mb: dict[int, int]
     """By worker."""
     peak_bytes: int
@@ -104,6 +107,7 @@ def drain(
         read_sizes=dict(costs.read_sizes),
         op_seconds=dict(costs.op_seconds),
         counts=dict(costs.counts),
+        cache=dict(costs.cache),
         peak_rss_mb=totals.peak_rss_mb,
         peak_bytes=totals.peak_bytes,
         restarts=totals.restarts,
