@@ -207,7 +207,7 @@ def remove_leftovers(workspace: Workspace, dry_run: bool) -> Removed:
 def remove_columns(workspace: Workspace, dry_run: bool) -> Removed:
     """Columns that no run has used for long -> removed. Safe to repeat: a run makes those that it lacks."""
     before = _before(workspace.config.retention.leftovers_days).timestamp()
-    gone = remove_unused(workspace.home / COLUMNS, before, dry_run)
+    gone = remove_unused(workspace.warehouse.home / COLUMNS, before, dry_run)
     return _summarize("cached columns", [one.path for one in gone], sum(one.size for one in gone))
 
 

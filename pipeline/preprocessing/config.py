@@ -39,7 +39,7 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     memory_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
     """Upper bound of the rows and batches between storage and trainer. None: a quarter of the machine's memory."""
     cache_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
-    """Upper bound of a cache of finished columns, the folder `cache` of the home. All runs of the home share it:
+    """Upper bound of a cache of finished columns, the folder `cache` beside the tables. All runs of the home share it:
     epochs, trials, candidates, policies of a backtest. A column that is there is not read, decoded and transformed
     again. What was used last stays. None: no cache. With `deduplicate`, none is used."""
     attempts: PositiveInt = 3

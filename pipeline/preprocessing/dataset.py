@@ -38,7 +38,7 @@ class DataSpec(BaseModel, frozen=True):
     deduplicate: tuple[str, ...] = ()
     """Sparse features that are made and kept once for neighbouring rows of a session while their columns are equal."""
     cache_bytes: int | None = None
-    """Bytes of finished columns that the home keeps for later reads. None: it keeps none."""
+    """Bytes of finished columns that are kept below `home` for later reads. None: none are."""
 
     @property
     def shared(self) -> tuple[int, ...]:

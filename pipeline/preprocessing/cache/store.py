@@ -22,7 +22,7 @@ from pipeline.preprocessing.cache.entries import (
 )
 
 COLUMNS = "cache"
-"""Folder of the home."""
+"""Folder of the warehouse's home."""
 LOCK = "lock"
 """File of the folder. It holds the bytes of all entries, and whoever changes them holds its lock."""
 ENTRY, TEMPORARY = ".columns", ".tmp"
