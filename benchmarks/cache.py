@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="all figures as one JSON object on the last line")
     parser.add_argument("--rows", type=int, default=262_144, help="rows of the table")
     parser.add_argument("--trials", type=int, default=20, help="trials of the sweep")
-    parser.add_argument("--rounds", type=int, default=3, help="passes of each kind; the median counts")
+    parser.add_argument("--rounds", type=int, default=1, help="passes of each kind; the median counts")
     parser.add_argument("--folder", type=Path, help="keeps the table for the next run; default: a temporary one")
     parser.add_argument("--one", choices=PASSES, help="runs this pass only")
     options = parser.parse_args(words)

@@ -102,7 +102,7 @@ def encode(columns: Mapping[str, RowColumn]) -> CacheEntry:
         rows, checksum, arrays = column.rows, 0, [column.values]
         arrays += [] if column.lengths is None else [column.lengths]
         for array in arrays:
-            content = memoryview(np.ascontiguousarray(array)).cast("B")
+            content = np.ascontiguousarray(array).view(np.uint8).data
             padding = bytes(_align(content.nbytes) - content.nbytes)
             checksum = zlib.crc32(padding, zlib.crc32(content, checksum))
             parts += [content, padding]

@@ -21,12 +21,11 @@ from storage.reader import Fragment
 if TYPE_CHECKING:
     from pipeline.preprocessing.worker import Costs
 
-Rows = pa.RecordBatch | pa.Table
-ReadChunks = Callable[[Fragment, Reader], Iterator[Rows]]
+ReadChunks = Callable[[Fragment, Reader], Iterator[pa.RecordBatch | pa.Table]]
 """Reads the selected rows of a fragment, without empty chunks."""
-ReadOthers = Callable[[Rows, Sequence[str]], Mapping[str, npt.NDArray[Any]]]
+ReadOthers = Callable[[pa.RecordBatch | pa.Table, Sequence[str]], Mapping[str, npt.NDArray[Any]]]
 """Returns columns of some rows that are no features, by their names in OTHERS."""
-READERS = 4
+READERS = 2
 """Sets of missing columns whose readers and memory are kept."""
 
 
