@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
-from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Totals
@@ -125,7 +125,7 @@ def open_source(
         yield inline, inline.master.totals
         return
     with Service({ROWS: spec}, config, folder, warn) as service:
-        yield ServiceSource(service.address), service.totals
+        yield open_remote_source(service.address, config.connections), service.totals
 
 
 def hash_batch(batch: Batch, order: Any) -> None:
