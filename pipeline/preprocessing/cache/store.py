@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -164,25 +164,21 @@ class ColumnStore:
         """Writes an entry. Its bytes are counted before any is there, so those of a killed writer count, too."""
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.stem}.{uuid4().hex}{TEMPORARY}")
-        with _lock(self.folder) as ledger:
-            total = self._make_room(ledger.total, entry.size)
-            path.parent.mkdir(exist_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, entry.size)
-            ledger.note(total + entry.size)
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with ExitStack() as opened:
+                with _lock(self.folder) as ledger:
+                    ledger.note(self._make_room(ledger.total, entry.size) + entry.size)
+                    path.parent.mkdir(exist_ok=True)
+                    file = opened.enter_context(temporary.open("xb"))
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.ftruncate(file.fileno(), entry.size)
                 for part in entry.parts:
                     file.write(part)
                 file.flush()
                 with _lock(self.folder):  # who lists the files sees it under one name
                     os.replace(temporary, path)
         except OSError:
-            with suppress(OSError):
-                os.unlink(temporary)
-            with _lock(self.folder) as ledger:
-                ledger.note(max(ledger.total - entry.size, 0))
+            _remove(f"{temporary}")
             raise
 
     def _make_room(self, total: int, size: int) -> int:
@@ -198,7 +194,7 @@ class ColumnStore:
             if total <= aim:
                 break
             if file.path.endswith(ENTRY):  # the writer of another one is still at it
-                _remove(file)
+                _remove(file.path)
                 total -= file.size
                 self.stats["evicted"] += 1
         return total
@@ -230,7 +226,7 @@ def remove_unused(folder: Path, before: float, dry_run: bool) -> list[CacheFile]
         files = sorted(list_files(folder))
         old = [file for file in files if file.used_ns < 1e9 * before and file.path.endswith(ENTRY)]
         for file in () if dry_run else old:
-            _remove(file)
+            _remove(file.path)
         left = sum(file.size for file in files) - (0 if dry_run else sum(file.size for file in old))
         ledger.note(left)
     return old
@@ -276,12 +272,12 @@ def _lock(folder: Path) -> Iterator[_Ledger]:
         os.close(descriptor)
 
 
-def _remove(file: CacheFile) -> None:
+def _remove(path: str) -> None:
     """Removes a file, and its folder if that was the last one there."""
     with suppress(FileNotFoundError):
-        os.unlink(file.path)
+        os.unlink(path)
     with suppress(OSError):
-        os.rmdir(os.path.dirname(file.path))
+        os.rmdir(os.path.dirname(path))
 
 
 def _remove_dead(path: str) -> bool:
