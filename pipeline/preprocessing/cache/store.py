@@ -95,8 +95,7 @@ class ColumnStore:
         name = hashlib.sha256("\n".join(sorted(columns)).encode()).hexdigest()[:32]
         path = self.folder / rows / f"{name}{ENTRY}"
         try:
-            if entry.size <= self.limit and not path.exists():
-                self._write(entry, path)
+            if entry.size <= self.limit and not path.exists() and self._write(entry, path):
                 self.stats["bytes_written"] += entry.size
         except OSError:  # a full disk, a folder that is read only, a process that does not end its eviction
             self.stats["unwritten"] += 1
@@ -160,14 +159,20 @@ class ColumnStore:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    def _write(self, entry: CacheEntry, path: Path) -> None:
-        """Writes an entry. Its bytes are counted before any is there, so those of a killed writer count, too."""
+    def _write(self, entry: CacheEntry, path: Path) -> bool:
+        """Writes an entry, unless others are writing too much. Returns whether it is there.
+
+        Its bytes are counted before any of them is there, so those of a killed writer count, too.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.stem}.{uuid4().hex}{TEMPORARY}")
         try:
             with ExitStack() as opened:
                 with _lock(self.folder) as ledger:
-                    ledger.note(self._make_room(ledger.total, entry.size) + entry.size)
+                    total = self._make_room(ledger.total, entry.size) + entry.size
+                    if total > self.limit:
+                        return False
+                    ledger.note(total)
                     path.parent.mkdir(exist_ok=True)
                     file = opened.enter_context(temporary.open("xb"))
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,6 +185,7 @@ class ColumnStore:
         except OSError:
             _remove(f"{temporary}")
             raise
+        return True
 
     def _make_room(self, total: int, size: int) -> int:
         """Evicts entries unless `size` more bytes fit. Returns the bytes that are left. The caller holds the lock."""
@@ -209,6 +215,8 @@ def list_files(folder: Path) -> Iterator[CacheFile]:
             with suppress(FileNotFoundError):  # a reader has found it damaged
                 status = one.stat(follow_symlinks=False)
                 yield CacheFile(status.st_mtime_ns, one.path, status.st_size)
+        with suppress(OSError):  # it is not empty
+            os.rmdir(rows)
 
 
 def remove_unused(folder: Path, before: float, dry_run: bool) -> list[CacheFile]:

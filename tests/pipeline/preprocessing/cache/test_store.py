@@ -245,6 +245,10 @@ def test_a_writer_that_is_killed_leaves_nothing_for_long(store: ColumnStore, fol
     assert child.stdout.readline() == "stopped\n"
     assert len(files_of(folder, TEMPORARY)) == 1
     if where == "half":  # it lives, so what it writes is counted and stays
+        tight = ColumnStore(folder, store_module.encode(columns(2)).size + 1)
+        tight.save("rows 2", columns(2))
+        assert tight.take_stats() == {"evicted": 1}  # what the other one writes leaves no room
+        store.save("rows 1", columns(1))
         assert used(folder) == files_of(folder)[0].stat().st_size + store_module.encode(columns(9)).size
         assert len(files_of(folder, TEMPORARY)) == 1
     child.send_signal(signal.SIGKILL)
