@@ -53,6 +53,7 @@ KEYS = [
     "read_sizes",
     "op_seconds",
     "counts",
+    "cache",
     "peak_rss_mb",
     "peak_bytes",
     "restarts",
