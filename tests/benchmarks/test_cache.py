@@ -14,5 +14,5 @@ def test_passes_differ_in_what_they_read(tmp_path: Path) -> None:
     assert passes["cold"]["megabytes_read"] == passes["off"]["megabytes_read"] > passes["half"]["megabytes_read"] > 0.0
     assert (passes["warm"]["megabytes_read"], passes["warm"]["misses"]) == (0.0, 0)
     assert passes["small"]["cache_megabytes"] <= passes["warm"]["cache_megabytes"] / 2
-    made = passes["cold"]["misses"]  # each trial changes one of 40 columns, and the second one reads that of the first
+    made = passes["cold"]["misses"]  # of 40 columns; the second trial makes its own, and the one that the first lacked
     assert passes["sweep"]["misses"] == made + 2 * made // 40

@@ -162,6 +162,21 @@ def test_a_damaged_entry_is_dropped(store: ColumnStore, folder: Path, damage: st
     assert store.take_stats()["damaged"] == 0
 
 
+def test_no_flipped_bit_is_believed(store: ColumnStore, folder: Path) -> None:
+    """Each byte of a small entry in turn: the prefix, the header, the values and what fills the gaps."""
+    store.save("rows 1", columns(1, 5))
+    (path,) = files_of(folder)
+    content, random = path.read_bytes(), np.random.default_rng(2)
+    for at in range(len(content)):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << int(random.integers(8))
+        path.write_bytes(damaged)
+        assert store.load("rows 1", columns(1).keys()) == {}, at
+    assert store.take_stats()["damaged"] == len(content)
+    path.write_bytes(content)
+    assert same(store.load("rows 1", columns(1).keys()), columns(1, 5))
+
+
 def test_columns_outlive_their_file_and_the_growth_of_memory(store: ColumnStore, folder: Path) -> None:
     """Several entries of one load, the first of which is read into smaller memory."""
     small, large = columns(1), {f"large {i}": next(iter(columns(i).values())) for i in range(8)}
