@@ -186,6 +186,16 @@ class SnapshotReader:
         made.read_sizes = Counter()
         return made
 
+    def identify(self, column: str) -> str:
+        """Returns all that decides the values of a column in a data file, beside the file and its day.
+
+        Args:
+            column: One to read, or one that the filter compares.
+        """
+        key, number = self._keys.get(column), self._ids[column]
+        mapped = self._stored.names_of(number), () if key is None else self._stored.names_of(key.field)
+        return repr((number, column == DAY, f"{self._types[column]}", self._defaults[column], key, mapped))
+
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""
         return pa.table({name: pa.array([], self._types[name]) for name in self.columns})

@@ -25,4 +25,5 @@ class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     prefect_days: PositiveFloat | None = 30
     """Ended flow runs in Prefect's database."""
     leftovers_days: PositiveFloat = 2
-    """Temporary files of killed work. Must be longer than any command runs."""
+    """Temporary files of killed work, and columns of the cache that no run has read. Must be longer than any command
+    runs."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -32,18 +33,20 @@ def draw_run(
     features: Sequence[FeatureImportance],
     plan: Sequence[Mapping[str, Any]],
     world_size: int,
+    cache: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Figure]:
     """Draws all plots of a run that have something to show: name -> plot. See `record.PLOTS`.
 
     Args:
         plan: Rows of the sharding plan.
+        cache: See `stall_timeline`.
     """
     found = {
         "learning_curve": learning_curve(curves, best_step, report.overall.ne, report.ne_floor),
         "calibration": calibration(report),
     }
     if curves.get("stall_fraction_window"):
-        found["stall_timeline"] = stall_timeline(curves)
+        found["stall_timeline"] = stall_timeline(curves, cache)
     if report.roc:
         found["roc"] = roc(report)
     if report.precision_recall:
@@ -136,8 +139,12 @@ def compare_reports(reports: Mapping[str, EvalReport]) -> dict[str, Figure]:
     return found
 
 
-def stall_timeline(curves: Mapping[str, Curve]) -> Figure:
-    """Plots the share of time that training waited for batches, and the seconds per stage of a batch, by step."""
+def stall_timeline(curves: Mapping[str, Curve], cache: Mapping[str, int] = MappingProxyType({})) -> Figure:
+    """Plots the share of time that training waited for batches, and the seconds per stage of a batch, by step.
+
+    Args:
+        cache: What the workers counted of the cache of columns. Empty: there was none.
+    """
     figure = Figure(figsize=(6.4, 4.8), layout="constrained", dpi=110)
     above, below = figure.subplots(2, sharex=True)
     above.set_title(PLOTS["stall_timeline"], fontsize=11)
@@ -156,6 +163,11 @@ def stall_timeline(curves: Mapping[str, Curve]) -> Figure:
         if points:
             steps, seconds = zip(*points, strict=True)
             below.plot(steps, [1e3 * value for value in seconds], label=label, linewidth=1.3)
+    looked_up = cache.get("hits", 0) + cache.get("misses", 0)
+    if looked_up:
+        share, size = cache.get("hits", 0) / looked_up, cache.get("bytes_read", 0) / 1e6
+        text = f"cache of columns: {share:.1%} hits, {size:,.0f} MB read, {cache.get('evicted', 0):,} entries evicted"
+        below.set_title(text, fontsize=9)
     below.set_xlabel("step")
     below.set_ylabel("ms a batch")
     if below.lines:

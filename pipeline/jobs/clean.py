@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.reads import READS
 from pipeline.jobs.workspace import Workspace, exclusive_dir
+from pipeline.preprocessing.cache.store import COLUMNS, remove_unused
 from pipeline.registration.aliases import list_old_moves, list_spared
 from pipeline.registration.retention import (
     list_all_versions,
@@ -72,6 +73,7 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
             *remove_notes(workspace, dry_run),
             remove_runs(workspace, dry_run),
             remove_leftovers(workspace, dry_run),
+            remove_columns(workspace, dry_run),
             *remove_snapshots(workspace, retired, dry_run),
         ]
     days = workspace.config.retention.prefect_days
@@ -199,6 +201,14 @@ def remove_leftovers(workspace: Workspace, dry_run: bool) -> Removed:
     """Temporary files of killed work -> removed. Safe to repeat."""
     places = (path for root in ("tmp", "warehouse/tmp") for path in (workspace.home / root).glob("*"))
     return _remove_old("temporary files", places, workspace.config.retention.leftovers_days, dry_run)
+
+
+@step("clean the cache")
+def remove_columns(workspace: Workspace, dry_run: bool) -> Removed:
+    """Columns that no run has used for long -> removed. Safe to repeat: a run makes those that it lacks."""
+    before = _before(workspace.config.retention.leftovers_days).timestamp()
+    gone = remove_unused(workspace.warehouse.home / COLUMNS, before, dry_run)
+    return _summarize("cached columns", [one.path for one in gone], sum(one.size for one in gone))
 
 
 @step("clean snapshots")

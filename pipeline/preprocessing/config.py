@@ -38,6 +38,10 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     while the columns that they read are equal."""
     memory_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
     """Upper bound of the rows and batches between storage and trainer. None: a quarter of the machine's memory."""
+    cache_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
+    """Upper bound of a cache of finished columns, the folder `cache` beside the tables. All runs of the home share it:
+    epochs, trials, candidates, policies of a backtest. A column that is there is not read, decoded and transformed
+    again. What was used last stays. None: no cache. With `deduplicate`, none is used."""
     attempts: PositiveInt = 3
     """Attempts at a split before it counts as corrupt."""
     on_corrupt: Literal["fail", "quarantine"] = "fail"

@@ -37,6 +37,8 @@ class DataSpec(BaseModel, frozen=True):
     """Number of selected rows when they were pinned. Each whole pass must read as many. None: unknown."""
     deduplicate: tuple[str, ...] = ()
     """Sparse features that are made and kept once for neighbouring rows of a session while their columns are equal."""
+    cache_bytes: int | None = None
+    """Bytes of finished columns that are kept below `home` for later reads. None: none are."""
 
     @property
     def shared(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
-from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
+from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Totals
@@ -52,6 +52,9 @@ class DrainResult(BaseModel, frozen=True):
     """Worker time by op. `arrow` is the conversion from Arrow to plain buffers."""
     counts: dict[str, int]
     """Values changed by a declared rule, by op and feature."""
+    cache: dict[str, int]
+    """Use of the cache of columns. `hits` and `misses` are columns of row groups, `evicted`, `damaged` and `unwritten`
+    entries. Empty: there is none."""
     peak_rss_mb: dict[int, int]
     """By worker."""
     peak_bytes: int
@@ -107,6 +110,7 @@ def drain(
         row_groups_skipped=costs.row_groups_skipped,
         op_seconds=dict(costs.op_seconds),
         counts=dict(costs.counts),
+        cache=dict(costs.cache),
         peak_rss_mb=totals.peak_rss_mb,
         peak_bytes=totals.peak_bytes,
         restarts=totals.restarts,
@@ -124,7 +128,7 @@ def open_source(
         yield inline, inline.master.totals
         return
     with Service({ROWS: spec}, config, folder, warn) as service:
-        yield ServiceSource(service.address), service.totals
+        yield open_remote_source(service.address, config.connections), service.totals
 
 
 def hash_batch(batch: Batch, order: Any) -> None:

@@ -47,6 +47,11 @@ STRAGGLER = 4.0
 """Work that takes this many times the typical time is given to an idle worker as well."""
 STRAGGLER_SECONDS = 1.0
 """Work that takes less than this is never given to a second worker."""
+CACHE_WARNINGS = {
+    "damaged": "the cache of columns had a damaged entry; it was removed, and its columns are made again",
+    "unwritten": "the cache of columns cannot be written, for want of space or of permission; the run goes on without",
+}
+"""Trouble with the cache -> what to say the first time."""
 WORKERS_FILE, QUARANTINE_FILE = "workers.json", "quarantine.jsonl"
 
 
@@ -296,11 +301,18 @@ class Master:
     def _record_work(self, worker: _Worker, item: WorkItem, event: WorkDone) -> None:
         seconds, kind = event.costs.seconds, type(item.work)
         self.typical_seconds[kind] = max(seconds, 0.9 * self.typical_seconds.get(kind, 0.0) + 0.1 * seconds)
+        self._warn_of_cache(event.costs)
         self.totals.costs.add(event.costs)
         self.totals.rows += event.rows
         self.totals.peak_rss_mb[worker.number] = event.peak_rss_mb
         self.period.worked_seconds += seconds
         self.period.worked_rows += event.rows
+
+    def _warn_of_cache(self, costs: Costs) -> None:
+        """Warns once of each thing that the cache lacks and that costs time."""
+        for name, text in CACHE_WARNINGS.items():
+            if costs.cache[name] and not self.totals.costs.cache[name]:
+                self.warn(text)
 
     def _handle_failure(self, item: WorkItem, error: ContractError) -> None:
         """Retries failed work, quarantines its split or raises the error.

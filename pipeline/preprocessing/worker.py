@@ -3,8 +3,9 @@
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +15,13 @@ import pyarrow as pa
 from pydantic import PlainValidator, TypeAdapter
 
 from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
-from pipeline.data.joined.reader import open_reader
+from pipeline.data.joined.reader import Reader, open_reader
 from pipeline.errors import DataError
 from pipeline.preprocessing import kernels
 from pipeline.preprocessing.batches import BatchWork, FeatureIndices, Ids, Window, iterate_chunks, write_batches
+from pipeline.preprocessing.cache.columns import write_columns
+from pipeline.preprocessing.cache.keys import LABEL, SESSION, WEIGHT
+from pipeline.preprocessing.cache.reading import ColumnCache
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
 from pipeline.preprocessing.splits import Split, permute_rows, permute_sessions
@@ -55,6 +59,8 @@ class Costs:
     """Power of two -> reads of fewer bytes than that."""
     row_groups_skipped: int = 0
     """Row groups without a selected row, of which at most the columns that decide were decoded."""
+    cache: Numbers = field(default_factory=Counter)
+    """Use of the cache: `hits` and `misses` (columns of row groups), and what `ColumnStore.stats` counts."""
 
     def add(self, other: "Costs") -> None:
         """Adds the costs of other work."""
@@ -68,6 +74,19 @@ class Costs:
         self.row_groups_skipped += other.row_groups_skipped
         self.op_seconds.update(other.op_seconds)
         self.counts.update(other.counts)
+        self.cache.update(other.cache)
+
+    @contextlib.contextmanager
+    def reading(self, reader: Reader) -> Iterator[None]:
+        """Adds what a reader reads inside the block."""
+        before = reader.bytes_read, reader.bytes_stored, reader.reads, reader.row_groups_skipped
+        sizes = Counter(reader.read_sizes)
+        yield
+        self.bytes_read += reader.bytes_read - before[0]
+        self.bytes_stored += reader.bytes_stored - before[1]
+        self.reads += reader.reads - before[2]
+        self.row_groups_skipped += reader.row_groups_skipped - before[3]
+        self.read_sizes.update(reader.read_sizes - sizes)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Costs":
@@ -95,6 +114,13 @@ class Worker:
         self.deduplication = DedupPlan(spec.plan, spec.deduplicate) if spec.deduplicate else None
         self.id_type = "int32" if rows <= np.iinfo(np.int32).max and not packed else "int64"
         self.orders: dict[tuple[int, int, int, int], npt.NDArray[np.int64]] = {}
+
+    @cached_property
+    def cache(self) -> ColumnCache | None:
+        """The kept columns. None: nothing is kept. Deduplicated features depend on their neighbours, so none are."""
+        if self.spec.cache_bytes is None or self.deduplication is not None:
+            return None
+        return ColumnCache(self.spec, self.reader, self._read_chunks)
 
     def warm_up(self) -> None:
         """Loads the compiled loops. Otherwise the first split would take longer than others."""
@@ -126,7 +152,7 @@ class Worker:
         parts: list[tuple[Column, ...]] = [self.spec.plan.apply(self.reader.empty()).sparse]
         for fragment in self.fragments():
             with contextlib.suppress(CorruptFileError):
-                for chunk in self._read_chunks(fragment):
+                for chunk in self._read_chunks(fragment, self.reader):
                     transformed = self.spec.plan.apply(chunk.slice(0, rows))
                     parts.append(transformed.sparse)
                     rows -= len(transformed)
@@ -139,7 +165,8 @@ class Worker:
     def transform_split(self, split: Split, writer: Writer) -> tuple[int, Costs]:
         """Transforms the selected rows of a split and returns their number and the costs.
 
-        Reads, transforms and writes the rows in chunks that stay in the processor's cache.
+        Reads, transforms and writes the rows in chunks that stay in the processor's cache. With a cache of columns, a
+        chunk has the rows of a row group.
 
         Shapes:
             Chunk c of n rows has 'c.dense' float32 [n, D], 'c.labels' float32 [n], 'c.ids' int32 or int64 [V] (the
@@ -150,31 +177,48 @@ class Worker:
         Raises:
             DataError: If a label is neither 0 nor 1, or a weight is out of bounds.
         """
-        reader = self.reader
-        costs = Costs(bytes_read=-reader.bytes_read, bytes_stored=-reader.bytes_stored, reads=-reader.reads)
-        sizes, costs.row_groups_skipped = Counter(reader.read_sizes), -reader.row_groups_skipped
-        count, clock = 0, _Clock()
-        for chunk, rows in enumerate(part for fragment in split.fragments for part in self._read_chunks(fragment)):
+        if self.cache is not None:
+            return self._transform_with_cache(self.cache, split, writer)
+        costs, count, clock = Costs(), 0, _Clock()
+        with costs.reading(self.reader):
+            chunks = (part for fragment in split.fragments for part in self._read_chunks(fragment, self.reader))
+            for chunk, rows in enumerate(chunks):
+                costs.read_seconds += clock.lap()
+                sessions = self.sessions(rows)
+                transformed, runs = self._transform(rows, sessions, costs)
+                labels, weights = self.labels(rows, f"{split}"), self.weights(rows, f"{split}")
+                costs.transform_seconds += clock.lap()
+                self._write_chunk(chunk, transformed, labels, weights, writer)
+                self._write_sessions(chunk, sessions, runs, writer)
+                count += len(labels)
+                costs.batch_seconds += clock.lap()
             costs.read_seconds += clock.lap()
-            sessions = self.sessions(rows)
-            transformed, runs = self._transform(rows, sessions, costs)
-            labels, weights = self.labels(rows, f"{split}"), self.weights(rows, f"{split}")
-            costs.transform_seconds += clock.lap()
-            self._write_chunk(chunk, transformed, labels, weights, writer)
-            self._write_sessions(chunk, sessions, runs, writer)
-            count += len(labels)
-            costs.batch_seconds += clock.lap()
-        costs.read_seconds += clock.lap()
-        costs.bytes_read += reader.bytes_read
-        costs.bytes_stored += reader.bytes_stored
-        costs.reads += reader.reads
-        costs.read_sizes.update(reader.read_sizes - sizes)
-        costs.row_groups_skipped += reader.row_groups_skipped
         return count, costs
 
-    def _read_chunks(self, fragment: Fragment) -> Iterator[pa.RecordBatch]:
+    def _transform_with_cache(self, cache: ColumnCache, split: Split, writer: Writer) -> tuple[int, Costs]:
+        """Does the same with a chunk for each row group. Makes only those columns that are not kept."""
+        costs, count, chunk, clock = Costs(), 0, 0, _Clock()
+        for fragment in split.fragments:
+            columns = cache.columns(fragment, partial(self._others, f"{split}"), costs)
+            clock.lap()
+            if columns[LABEL].rows:
+                count += len(write_columns(chunk, self.spec.plan, columns, self.id_type, writer))
+                chunk += 1
+            costs.batch_seconds += clock.lap()
+        return count, costs
+
+    def _others(self, where: str, rows: pa.RecordBatch | pa.Table, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """Returns columns that are no features, by their names in the cache."""
+        made: dict[str, Callable[[], npt.NDArray[Any] | None]] = {
+            LABEL: lambda: self.labels(rows, where),
+            WEIGHT: lambda: self.weights(rows, where),
+            SESSION: lambda: self.sessions(rows),
+        }
+        return {name: values for name in names if (values := made[name]()) is not None}
+
+    def _read_chunks(self, fragment: Fragment, reader: Reader) -> Iterator[pa.RecordBatch]:
         """Yields the selected rows of a fragment, without empty chunks."""
-        for rows in self.reader.batches(fragment, self.spec.selection.choice(fragment)):
+        for rows in reader.batches(fragment, self.spec.selection.choice(fragment)):
             if rows.num_rows:
                 yield rows
 

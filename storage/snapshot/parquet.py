@@ -102,6 +102,10 @@ class StoredColumns:
             )  # fmt: skip
         return {self._mapped[name]: name for name in schema.names if name in self._mapped}
 
+    def names_of(self, number: int) -> tuple[str, ...]:
+        """Returns the names that a field has in files without ids."""
+        return tuple(name for name, mapped in (self._mapped or {}).items() if mapped == number)
+
     def read(self, io: FileIO, path: str, numbers: Iterable[int]) -> tuple[int, dict[int, pa.ChunkedArray]]:
         """Returns the number of rows of a data file, and field id -> values of those columns that it has.
 

@@ -54,6 +54,7 @@ KEYS = [
     "row_groups_skipped",
     "op_seconds",
     "counts",
+    "cache",
     "peak_rss_mb",
     "peak_bytes",
     "restarts",

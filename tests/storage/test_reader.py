@@ -137,6 +137,17 @@ def test_a_reader_of_fewer_columns_reads_the_same_rows(tmp_path: Path) -> None:
     assert 0 < narrow.bytes_read < wide.bytes_read
 
 
+def test_a_reader_of_fewer_columns_filters_by_a_column_that_it_does_not_return(tmp_path: Path) -> None:
+    warehouse = Warehouse(WarehouseConfig(row_group_rows=15), tmp_path / "home")
+    snapshot = write(warehouse, pa.Table.from_pandas(reference(), preserve_index=False))
+    wide = warehouse.reader(snapshot, ["id", "x", "country"], EqualTo("country", "DE"))
+    found = pa.concat_tables(wide.narrow(["x"]).read(fragment) for fragment in wide.fragments())
+    whole = pa.concat_tables(wide.read(fragment) for fragment in wide.fragments())
+    assert found.num_rows == 20
+    assert found.equals(whole.select(["x"]))
+    assert wide.identify("country") == wide.narrow(["x"]).identify("country") != wide.identify("x")
+
+
 @pytest.mark.parametrize(
     ("pattern", "damage"),
     [("*-m0.avro", "gone"), ("snap-*.avro", "gone"), ("*.metadata.json", "gone"), ("*.metadata.json", "cut")],

@@ -1,5 +1,6 @@
 """Reads a pinned snapshot with columns of feature sources joined to its own. Nothing is written."""
 
+import copy
 import datetime
 import time
 from collections import Counter
@@ -155,19 +156,45 @@ class FeatureJoinReader:
         table = warehouse.schema(reference, _own_names(compared_columns(row_filter), sources))
         added = added_columns(sources, table)
         early, late = _split_filter(row_filter, added.names)
-        self.columns = list(columns)
-        needed = [*columns, *compared_columns(late)]
+        self.columns, self.late = list(columns), compared_columns(late)
+        needed = [*columns, *self.late]
         wanted = {source: [name for name in source.schema.names if name in needed] for source in sources}
         self.sides = [SourceColumns(source, names) for source, names in wanted.items() if names]
-        keys = [name for side in self.sides for name in side.needed]
-        own = list(dict.fromkeys(name for name in [*needed, *keys] if name not in added.names))
-        self.inner: SnapshotReader = warehouse.reader(reference, own, early)
+        self.inner: SnapshotReader = warehouse.reader(reference, self._own_columns(), early)
         types = {field.name: field.type for field in [*self.inner.empty().schema, *added]}
         self.types = {name: types[name] for name in self.columns}
         self._keep = None
         if late is not None:
             schema = to_filter_schema([*table, *added])
             self._keep, _ = make_mask(late, schema)
+
+    def _own_columns(self) -> list[str]:
+        """Returns the columns of the table to read, those to look up by included."""
+        joined = {name for side in self.sides for name in side.names}
+        needed = [*self.columns, *self.late, *(name for side in self.sides for name in side.needed)]
+        return [name for name in dict.fromkeys(needed) if name not in joined]
+
+    def narrow(self, columns: Sequence[str]) -> "FeatureJoinReader":
+        """Returns a reader of some of the columns, for the same fragments. It shares the sources with this one."""
+        made = copy.copy(self)
+        made.columns, needed = list(columns), {*columns, *self.late}
+        made.sides = [side for side in self.sides if not needed.isdisjoint(side.names)]
+        made.inner = self.inner.narrow(made._own_columns())
+        made.types = {name: self.types[name] for name in made.columns}
+        return made
+
+    def identify(self, column: str) -> str:
+        """Returns all that decides the values of a column beside the data file and its day.
+
+        Args:
+            column: One to read, or one that the filter compares.
+        """
+        side = next((side for side in self.sides if column in side.names), None)
+        if side is None:
+            return self.inner.identify(column)
+        kinds = [f"{kind}" for kind in [*side.source.key_kinds, *side.source.kinds.values()]]
+        keys = [self.inner.identify(name) for name in side.needed]
+        return repr((column, side.source.pinned.model_dump_json(), kinds, keys))
 
     @property
     def bytes_read(self) -> int:

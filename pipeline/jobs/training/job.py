@@ -309,6 +309,7 @@ def build_specs(
                 joined=joined,
                 session=session if part == "train" or (part == "valid" and once) else None,
                 deduplicate=() if part == "test" else tuple(once),
+                cache_bytes=config.preprocessing.cache_bytes,
             )
     new = [spec for part, spec in found.items() if part in chosen]
     columns = {name for spec in new for name in spec.columns}

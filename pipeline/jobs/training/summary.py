@@ -109,7 +109,8 @@ def draw_figures(
     if not max((rank for row in plan for rank in row["ranks"]), default=0) < world_size <= MOST_RANKS:
         raise ValueError("a sharding plan of other ranks")
     found = curves if curves is not None else tracker.load_curves(run_id, [*CURVES, *STALL_CURVES])
-    return draw_run(found, train["best_step"], report, features, plan, world_size)
+    cache = train.get("preprocessing", {}).get("cache", {})
+    return draw_run(found, train["best_step"], report, features, plan, world_size, cache)
 
 
 def describe_data(job: "TrainingJob") -> dict[str, str]:

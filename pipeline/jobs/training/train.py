@@ -272,6 +272,7 @@ def summarize_preprocessing(
     details: dict[str, Any] = {"quarantined": quarantined}
     if totals is not None:
         summary |= {"workers": totals.most_workers, "restarts": totals.restarts}
+        summary |= {"cache": dict(totals.costs.cache)} if totals.costs.cache else {}
         costs = {"costs": vars(totals.costs), "peak_rss_mb": totals.peak_rss_mb}
         details |= costs | {"late_results": totals.late_results}
     write_json(folder / PREPROCESSING, summary | details)

@@ -53,3 +53,10 @@ def test_a_timeline_of_some_curves_shows_those():
     above, below = figure.axes
     assert not above.patches
     assert [(line.get_label(), *line.get_ydata()) for line in below.lines] == [("training waits", 2.0)]
+
+
+def test_the_stall_timeline_names_the_use_of_the_cache():
+    curves = {"stall_fraction_window": [(5, 0.5)], "batch_wait_seconds": [(5, 0.002)]}
+    used = {"hits": 30, "misses": 10, "bytes_read": 2_500_000, "evicted": 3}
+    titles = [plots.stall_timeline(curves, cache).axes[1].get_title() for cache in ({}, {"hits": 0, "misses": 0}, used)]
+    assert titles == ["", "", "cache of columns: 75.0% hits, 2 MB read, 3 entries evicted"]

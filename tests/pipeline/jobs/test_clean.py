@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from mlflow.exceptions import MlflowException
@@ -12,6 +13,8 @@ from mlflow.exceptions import MlflowException
 from pipeline.config import load
 from pipeline.jobs.clean import clean
 from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.cache.entries import RowColumn
+from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, list_moves, list_spared, move_alias, rollback
 from storage.reader import SnapshotRef
 
@@ -181,6 +184,20 @@ def test_everything_that_is_not_kept_goes(home: Path) -> None:
             client.get_run(run_id)
     assert not list((home / "mlflow").rglob("result.json"))
     assert clean(workspace, dry_run=False)["status"] == "skipped"
+
+
+def test_columns_that_no_run_has_used_for_long_go(home: Path) -> None:
+    workspace = open_()
+    write_day(workspace, 1)
+    folder = workspace.warehouse.home / COLUMNS
+    store = ColumnStore(folder, 1 << 20)
+    for rows in ("old", "new"):
+        store.save(rows, {"a": RowColumn(np.ones(10, np.float32))})
+    os.utime(next((folder / "old").iterdir()), (0, 0))
+    assert clean(workspace, dry_run=True)["removed"]["cached columns"]["count"] == 1
+    assert clean(workspace, dry_run=False)["removed"]["cached columns"]["count"] == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", "new"]
+    assert store.load("new", ["a"])["a"].values.tolist() == [1.0] * 10
 
 
 def test_work_of_others_stays(home: Path) -> None:

@@ -252,12 +252,13 @@ def test_work_done_again_gives_the_same(data: DataSpec) -> None:
 
 def test_costs_add_up_and_travel() -> None:
     a = Costs(1.0, 2.0, 3.0, 4, 5, Counter(x=1.0), Counter(n=2), read_sizes=Counter({"64": 1}), row_groups_skipped=3)  # type: ignore[arg-type]
+    a.cache.update(hits=3)
     b = Costs.from_json(vars(a))
     b.add(a)
     assert vars(b) == {
         "read_seconds": 2.0, "transform_seconds": 4.0, "batch_seconds": 6.0, "bytes_read": 8, "bytes_stored": 10,
         "op_seconds": {"x": 2.0}, "counts": {"n": 4}, "reads": 0,
-        "read_sizes": {"64": 2}, "row_groups_skipped": 6,
+        "read_sizes": {"64": 2}, "row_groups_skipped": 6, "cache": {"hits": 6},
     }  # fmt: skip
     assert b.seconds == 12.0
     assert a.seconds == 6.0
