@@ -97,7 +97,10 @@ def test_cold_warm_and_half_warm_epochs_are_equal(spec: DataSpec, tmp_path: Path
         path.unlink()
     half = run(spec, tmp_path)
     assert result(without) == result(cold) == result(warm) == result(half)
-    assert 0 < half.bytes_read < cold.bytes_read
+    if selection == "empty":
+        assert half.bytes_read == cold.bytes_read == 0  # statistics tell
+    else:
+        assert 0 < half.bytes_read < cold.bytes_read
     made = COLUMN_COUNT * groups
     assert [(one.cache.get("hits"), one.cache.get("misses")) for one in (cold, warm)] == [(0, made), (made, 0)]
     assert half.cache["hits"] + half.cache["misses"] == made
