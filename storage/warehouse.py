@@ -21,6 +21,7 @@ from pyiceberg.exceptions import (
     ValidationException,
 )
 from pyiceberg.expressions import BooleanExpression
+from pyiceberg.expressions.visitors import manifest_evaluator
 from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
 from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
 from pyiceberg.schema import Schema
@@ -80,9 +81,10 @@ class ReplacedDays(_OverwriteFiles):
         """Makes an evaluator per manifest: evaluators are stateful, and pyiceberg shares one between threads.
 
         A shared one could miss a file to replace. The commit then failed as if another writer had changed the table.
+        What they are made of is asked for once: each question copies the metadata of all snapshots.
         """
-        build = super()._build_manifest_evaluator
-        return lambda manifest: build(spec_id)(manifest)
+        spec, schema, projected = self.spec(spec_id), self.schema(), self.partition_filters[spec_id]
+        return lambda manifest: manifest_evaluator(spec, schema, projected, self._case_sensitive)(manifest)
 
     records: Mapping[str, Mapping[datetime.date, Any]] = MappingProxyType({})
     """What the commit records about days, in the snapshot's summary and in the table's properties."""
