@@ -130,6 +130,14 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
     assert code == 0, log
     assert third["gate"]["champion_ne"] == first["eval"]["ne"]
 
+    (record,) = home.glob(f"mlflow/**/{first['mlflow_run_id']}/**/record.json")
+    record.unlink()
+    write_config(logs, "samples.parquet", "cut", histories=[late], windows=windows)
+    code, _, log = command(score, config, "start=2025-03-04", "version=1", "force=true", home=home)
+    assert code == 0, log
+    assert "the record of version 1 cannot be read" in log
+    assert read_scores(home) != scores[0]
+
 
 def read_scores(home: Path) -> dict[str, list[Any]]:
     warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
