@@ -37,7 +37,8 @@ def ingest_events(workspace: Workspace, table: str, force: bool) -> IngestResult
     show = partial(show_checks, workspace, table)
     with workspace.lock(workspace.lock_of(table)), workspace.console.progress(table) as progress:
         if events.path is None:
-            logs = generate_logs(make_source_context(workspace), progress)
+            with workspace.console.progress() as generating:
+                logs = generate_logs(make_source_context(workspace), generating)
             events = events.model_copy(update={"path": f"{logs}/watched/*.parquet"})
         context = SourceContext(
             events.source, LabelColumns(), workspace.warehouse, table, ROOT, workspace.home / "logs",
