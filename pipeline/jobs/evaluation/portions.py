@@ -44,11 +44,11 @@ class Comparison(BaseModel, frozen=True):
     """The model before its tables were rounded. None: they were not."""
     champion: Path | None
     groups: Path
+    """Folder for the predictions that GAUC groups."""
     model_names: Mapping[str, str] = {}
     """Column of the model -> its name in the rows, where that is another."""
     champion_names: Mapping[str, str] = {}
     """The same of the champion."""
-    """Folder for the predictions that GAUC groups."""
 
     def empty(self, groups: Path) -> Evaluation:
         """Returns the sums of no rows."""
@@ -136,8 +136,8 @@ def rename_columns(rows: pa.Table, names: Mapping[str, str]) -> pa.Table:
     Args:
         names: Column of the model -> its name in the rows.
     Example:
-        >>> rename_columns(pa.table({"ids": [1], "trained__ids": [2]}), {"ids": "trained__ids"}).to_pydict()
-        {'trained__ids': [2], 'ids': [2]}
+        >>> rename_columns(pa.table({"ids": [1], "v7__ids": [2]}), {"ids": "v7__ids"}).to_pydict()
+        {'v7__ids': [2], 'ids': [2]}
     """
     others = [name for name in rows.column_names if name not in names]
     return pa.table({name: rows.column(names.get(name, name)) for name in [*others, *names]}) if names else rows

@@ -9,8 +9,6 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.transforms.joins import AnySource
 from storage.reader import SnapshotRef
 
-PREFIX = "trained__"
-"""Prefix of columns that are read beside those of the config, because they mean something else."""
 _OF_OTHERS = {"path", "columns", "seconds", "take", "stored"}
 """Keys that do not decide what a column of a given name is: where the source is, and which other columns it adds."""
 
@@ -29,11 +27,12 @@ AS_DECLARED = TrainedColumns()
 
 
 def read_as_trained(
-    workspace: Workspace, rows: SnapshotRef, trained: Sequence[PinnedSource], columns: Sequence[str]
+    workspace: Workspace, version: int, rows: SnapshotRef, trained: Sequence[PinnedSource], columns: Sequence[str]
 ) -> TrainedColumns:
-    """Returns how to read a model's columns beside those of the config.
+    """Returns how to read a model's columns beside those of the config, and of other versions.
 
     Args:
+        version: The model's. Its own columns get a prefix with this number.
         rows: The table to which they are joined. A column that it has by now is read there if no source of the config
             makes it.
         trained: Sources of the model's training. They are read as they are now.
@@ -43,10 +42,11 @@ def read_as_trained(
         StorageError: The same.
     """
     changed = _changed(workspace, rows, trained, columns)
-    beside = [source.model_copy(update={"prefix": f"{PREFIX}{source.prefix}"}) for source in changed]
+    prefix = f"v{version}__"
+    beside = [source.model_copy(update={"prefix": f"{prefix}{source.prefix}"}) for source in changed]
     pinned = pin_sources(beside, ROOT, workspace.warehouse)
     made = [name for one in pinned for name in FeatureSource(one, workspace.warehouse).schema.names]
-    names = {column: f"{PREFIX}{column}" for column in columns if f"{PREFIX}{column}" in made}
+    names = {column: f"{prefix}{column}" for column in columns if f"{prefix}{column}" in made}
     return TrainedColumns(pinned, names)
 
 

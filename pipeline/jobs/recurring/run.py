@@ -189,7 +189,7 @@ def prepare_day(
     model, known = download_champion(workspace, today.champion, folder), dict(verdict.quality if verdict else {})
     if version not in known:
         trained = trained_sources(workspace, version)
-        read = read_as_trained(workspace, today.snapshot, trained, plan_of(model).columns)
+        read = read_as_trained(workspace, version, today.snapshot, trained, plan_of(model).columns)
         with workspace.console.progress() as progress:
             report = evaluate_model(workspace, select_day_rows(workspace, today), today.rows, model, progress, read)
         known[version] = list_numbers(report)

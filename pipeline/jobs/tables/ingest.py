@@ -35,7 +35,7 @@ def ingest_events(workspace: Workspace, table: str, force: bool) -> IngestResult
     checks = config.ingest.checks.model_copy(update={"key": None})
     settings = config.ingest.model_copy(update={"order_by": (*events.key, events.time), "checks": checks})
     show = partial(show_checks, workspace, table)
-    with workspace.lock(workspace.lock_of(table)), workspace.console.progress(table) as progress:
+    with workspace.lock(workspace.lock_of(table)):
         if events.path is None:
             with workspace.console.progress() as generating:
                 logs = generate_logs(make_source_context(workspace), generating)
@@ -44,7 +44,8 @@ def ingest_events(workspace: Workspace, table: str, force: bool) -> IngestResult
             events.source, LabelColumns(), workspace.warehouse, table, ROOT, workspace.home / "logs",
             memory_bytes=config.ingest.memory_bytes, events=events,
         )  # fmt: skip
-        return extract(context, settings, (), force, progress, show, workspace.console.log.warning)
+        with workspace.console.progress(table) as progress:
+            return extract(context, settings, (), force, progress, show, workspace.console.log.warning)
 
 
 @step("enrich", makes="table")

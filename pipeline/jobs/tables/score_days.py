@@ -10,14 +10,13 @@ from pydantic import BaseModel
 
 from pipeline.config.files import ROOT
 from pipeline.data.joined.backfilled import require_backfilled
-from pipeline.data.joined.source import PinnedSource
-from pipeline.jobs.console import one_line, step
+from pipeline.jobs.console import step
 from pipeline.jobs.evaluation.trained import sources_as_trained
 from pipeline.jobs.training.provenance import trained_sources
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import choose_version
 from pipeline.registration.scorer import LoadedModel
-from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable
+from pipeline.registration.tracking import Tracker
 from pipeline.registration.versions import download_packed
 from pipeline.scoring.score import plan_scoring, score
 from storage.reader import SnapshotRef
@@ -57,7 +56,7 @@ def score_rows(
     tracker, warehouse = workspace.tracking, workspace.warehouse
     number, identity = choose_version(tracker, config.model_name, version)
     source = warehouse.current(config.name)
-    joined = sources_as_trained(workspace, source, _trained_sources(workspace, number))
+    joined = sources_as_trained(workspace, source, trained_sources(workspace, number))
     work = plan_scoring(config.scoring, warehouse, source, config.filter, identity, start, end, force, joined)
     rows, mean, speed = 0, None, None
     if work.todo:
@@ -112,20 +111,6 @@ def score_days(
         "rows_per_second": result.rows_per_second,
         "mean_probability": result.mean_probability,
     }
-
-
-def _trained_sources(workspace: Workspace, version: int) -> tuple[PinnedSource, ...]:
-    """Returns the feature sources of a version's training. Warns if its record is lost or damaged."""
-    try:
-        return trained_sources(workspace, version)
-    except Exception as error:  # of many kinds: MLflow, the store of its files, the disk
-        if is_unreachable(error) or is_disk_error(error):
-            raise
-        workspace.console.log.warning(
-            "the record of version %s cannot be read (%s). Histories, windows and joined features are read as the "
-            "config declares them", version, one_line(error),
-        )  # fmt: skip
-        return ()
 
 
 def _load_model(tracker: Tracker, name: str, version: int, temporary: Path) -> LoadedModel:

@@ -345,12 +345,12 @@ def download_scorer(workspace: Workspace, version: int | None, spec: DataSpec, f
     try:
         model = download_packed(workspace.tracking, workspace.config.model_name, version, folder)
         columns = plan_of(model).columns
-        read = read_as_trained(workspace, spec.snapshot, trained_sources(workspace, version), columns)
+        read = read_as_trained(workspace, version, spec.snapshot, trained_sources(workspace, version), columns)
+        known = joined_schema(workspace.warehouse, spec.snapshot, (*spec.joined, *read.joined), columns).names
     except Exception as error:  # as above
         if is_unreachable(error):  # it will be there later
             raise
         return RegisteredScorer(error=one_line(error))
-    known = joined_schema(workspace.warehouse, spec.snapshot, (*spec.joined, *read.joined), columns).names
     columns = [read.names.get(name, name) for name in columns]
     if absent := [name for name in columns if name not in known]:
         return RegisteredScorer(error=f"the table has no column {', '.join(absent)}")

@@ -19,9 +19,10 @@ from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.code_version import trained_by
+from pipeline.jobs.console import one_line
 from pipeline.jobs.training.job import TrainingJob, train_tag
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.tracking import Tracker, is_not_found
+from pipeline.registration.tracking import Tracker, is_disk_error, is_not_found, is_unreachable
 from pipeline.registration.versions import TRAINED_FROM
 from pipeline.training.launch.processes import resolve_threads
 from pipeline.training.tables.plan import ShardingPlan
@@ -181,9 +182,18 @@ def find_record(tracker: Tracker, name: str, version: int) -> Record | None:
 def trained_sources(workspace: Workspace, version: int) -> tuple[PinnedSource, ...]:
     """Returns the feature sources of a version's training. Empty: it had none, or was not trained here.
 
-    Raises as `find_record`.
+    Warns if its record is lost or damaged, and returns none.
     """
-    record = find_record(workspace.tracking, workspace.config.model_name, version)
+    try:
+        record = find_record(workspace.tracking, workspace.config.model_name, version)
+    except Exception as error:  # of many kinds: MLflow, the store of its files, the disk
+        if is_unreachable(error) or is_disk_error(error):
+            raise
+        workspace.console.log.warning(
+            "the record of version %s cannot be read (%s). Histories, windows and joined features are read as the "
+            "config declares them", version, one_line(error),
+        )  # fmt: skip
+        return ()
     return () if record is None else record.joined
 
 
