@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.machine import ROOT, describe_machine, machine, say
+from benchmarks.machine import ROOT, as_table, machine, say
 from benchmarks.wide_table import SIZE, WideTable, wide_table
 from pipeline.data.position import Position
 from pipeline.preprocessing.cache.store import COLUMNS, list_files
@@ -61,7 +61,7 @@ def main(words: Sequence[str]) -> None:
             print(json.dumps(run_pass(table, options.one, options.trials)))
             return
         figures = measure(table, folder, options)
-    print(json.dumps(figures) if options.json else as_text(figures))
+    print(json.dumps(figures) if options.json else as_table("pass", figures["passes"], figures, "_ratio"))
 
 
 def measure(table: WideTable, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -156,17 +156,6 @@ def epoch(spec: DataSpec, number: int = 0, order: Any = None) -> Costs:
         if order is not None:
             hash_batch(batch, order)
     return source.master.totals.costs
-
-
-def as_text(figures: dict[str, Any]) -> str:
-    """Formats the figures as a Markdown table."""
-    passes = figures["passes"]
-    names = list(passes["off"])
-    lines = [f"| pass | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(f'{one[key]:,}' for key in names)} |" for name, one in passes.items()]
-    lines.append("\n" + ", ".join(f"{name} {value}" for name, value in figures.items() if name.endswith("_ratio")))
-    lines.append("\n" + describe_machine(figures["machine"]))
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

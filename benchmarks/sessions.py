@@ -24,7 +24,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from benchmarks.machine import ROOT, describe_machine, machine, say
+from benchmarks.machine import ROOT, as_table, machine, say
 from models.config import DLRMConfig
 from pipeline.data.selection import Selection
 from pipeline.extraction.config import IngestConfig, SourceConfig
@@ -80,7 +80,7 @@ def main(words: Sequence[str]) -> None:
             print(json.dumps(run_preprocessing(specs[options.way])))
             return
         figures = measure(specs, folder, options)
-    print(json.dumps(figures) if options.json else as_text(figures))
+    print(json.dumps(figures) if options.json else as_table("way", figures["ways"], figures, "_gain"))
 
 
 def features(list_ids: int) -> FeatureSchema:
@@ -213,17 +213,6 @@ def run_training(spec: DataSpec, steps: int) -> dict[str, float]:
         )
     milliseconds = result["step_milliseconds"][0]
     return {"step_milliseconds": milliseconds, "training_rows_per_second": round(1e3 * BATCH_ROWS / milliseconds)}
-
-
-def as_text(figures: dict[str, Any]) -> str:
-    """Formats the figures as a Markdown table."""
-    ways = figures["ways"]
-    names = list(ways["deduplicated"])
-    lines = [f"| way | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    lines += [f"| {way} | {' | '.join(f'{one[name]:,}' for name in names)} |" for way, one in ways.items()]
-    lines.append("\n" + ", ".join(f"{name} {value}" for name, value in figures.items() if name.endswith("_gain")))
-    lines.append("\n" + describe_machine(figures["machine"]))
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":
