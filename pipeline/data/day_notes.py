@@ -50,6 +50,8 @@ class DayNote(BaseModel, frozen=True):
     """Fingerprint of the config that says what rows and labels are. Empty: not noted."""
     refill: tuple[str, ...] = ()
     """Feature sources whose columns the ingest was to backfill into the day."""
+    sources: Mapping[str, str] = {}
+    """Feature source -> its state when the day was written, as `note_state`."""
 
 
 def day_notes(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, DayNote]:

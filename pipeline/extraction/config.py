@@ -333,6 +333,9 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Share of its rows and of its labels of 1 that a day may lose."""
     drift_limit: PositiveFloat = 0.25
     """Index that is always accepted. The index expected from chance alone is added to it."""
+    changed_share: float | None = Field(default=0.01, ge=0.0, le=1.0)
+    """Share of an earlier day's rows in which a joined feature, history or window may have another value when it is
+    computed again now. An ingest measures it and warns above it. None: not measured."""
 
     def outcome(self, rule: Rule) -> Verdict:
         """Returns what happens to a day that breaks the rule."""

@@ -9,6 +9,7 @@ from functools import partial
 from pydantic import BaseModel
 
 from pipeline.data.day_notes import DayNote, day_notes
+from pipeline.data.joined.states import note_states
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, DayCheck, worst_outcome
 from pipeline.extraction.config import IngestConfig, Rule, Verdict
@@ -207,7 +208,10 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     held_identities = {day.day: fingerprint([day.identity, rules, refillable[day.day]])[:16] for day in wanted}
     left = [day for day in wanted if day.identity not in (written.get(day.day), same.get(day.day))]
     held_back = [day for day in left if held.get(day.day) == held_identities[day.day]]
-    noted = {"refill": tuple(name_of(one) for one in joined if one.stored or one in refill.columns)}
+    noted = {
+        "refill": tuple(name_of(one) for one in joined if one.stored or one in refill.columns),
+        "sources": note_states(joined, context.root, context.warehouse) if left else {},
+    }
     due = [replace(day, note=day.note.model_copy(update=noted)) for day in left if day not in held_back]
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))

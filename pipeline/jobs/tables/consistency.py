@@ -3,6 +3,7 @@
 import datetime
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.files import ROOT
@@ -106,7 +107,7 @@ def check_pinned(
         _refuse_changed(one, warehouse, version)
     added = {column for one in then for column in FeatureSource(one, warehouse).schema.names}
     columns = [column for column in plan.columns if column in added]
-    named = on or tuple(dict.fromkeys(column for one in then for column in _row_columns(one)))
+    named = on or tuple(dict.fromkeys(column for one in then for column in row_columns(one)))
     table = joined_schema(warehouse, record.snapshot, then, named)
     for column in named:
         if column not in table.names:
@@ -119,7 +120,7 @@ def check_pinned(
     return list(days), found
 
 
-def _row_columns(pinned: PinnedSource) -> tuple[str, ...]:
+def row_columns(pinned: PinnedSource) -> tuple[str, ...]:
     """Returns the columns of a row by which a source is looked up."""
     return pinned.source.on if pinned.source.as_of is None else (*pinned.source.on, pinned.source.as_of)
 
@@ -155,20 +156,11 @@ def _report(
     """Prints the differences, shows them on the run's page, and writes them below `home/reports`."""
     name, kind = workspace.config.name, next(iter(then))
     features = sorted(found.features, key=lambda one: -one["share"])
-    shown = [
-        {
-            "feature": one["feature"],
-            "rows": one["rows"],
-            "differing": f"{100 * one['share']:.2f} %",
-            "largest difference": "" if one["largest_difference"] is None else f"{one['largest_difference']:.4g}",
-            "reasons": ", ".join(f"{reason}: {rows:,}" for reason, rows in one["reasons"].items()),
-        }
-        for one in features
-    ]
+    shown = [describe_differences(one) for one in features]
     print(format_rows(shown))
     differing = sum(one["differing"] > 0 for one in features)
     line = f"{differing} of {len(features)} features of {found.rows:,} rows of {name} differ"
-    path = workspace.home / "reports" / f"consistency-{name}-{days[0]}-{days[-1]}" / f"{kind}.json"
+    path = report_path(workspace, days, kind)
     result = {
         **then,
         "table": name,
@@ -189,3 +181,24 @@ def _report(
         )
     workspace.console.show_table("consistency", name, shown, line)
     return {"status": "ok", "report": str(path)} | result
+
+
+def describe_differences(feature: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the differences of one feature as a row of a table.
+
+    Args:
+        feature: As `ColumnDifferences.summary`.
+    """
+    return {
+        "feature": feature["feature"],
+        "rows": feature["rows"],
+        "differing": f"{100 * feature['share']:.2f} %",
+        "largest difference": "" if feature["largest_difference"] is None else f"{feature['largest_difference']:.4g}",
+        "reasons": ", ".join(f"{reason}: {rows:,}" for reason, rows in feature["reasons"].items()),
+    }
+
+
+def report_path(workspace: Workspace, days: Sequence[datetime.date], kind: str) -> Path:
+    """Returns the file for the result of a comparison. Another one of the same days and kind replaces it."""
+    folder = f"consistency-{workspace.config.name}-{days[0]}-{days[-1]}"
+    return workspace.home / "reports" / folder / f"{kind}.json"
