@@ -11,6 +11,7 @@ from pipeline.data.day_notes import DayNote, backfilled_columns, day_notes
 from pipeline.data.joined.source import FeatureSource, PinnedSource, pin_sources
 from pipeline.data.joined.states import note_state, restore_state
 from pipeline.jobs.console import step
+from pipeline.jobs.tables.checks import MOST_LINES
 from pipeline.jobs.tables.consistency import describe_differences, report_path, row_columns
 from pipeline.jobs.workspace import Workspace
 from pipeline.scoring.consistency import compare_pinned
@@ -120,12 +121,13 @@ def _report(workspace: Workspace, day: datetime.date, result: dict[str, Any]) ->
     log, allowed = workspace.console.log, workspace.config.ingest.checks.changed_share or 0.0
     features, name = result["features"], workspace.config.name
     changing = [one for one in features if one["share"] > allowed]
-    for one in changing:
+    for one in changing[:MOST_LINES]:
+        reasons, share = describe_differences(one)["reasons"], 100 * one["share"]
+        log.warning("%.2f%% of '%s' on %s changed after the day was written: %s", share, one["feature"], day, reasons)
+    if changing:
         log.warning(
-            "feature '%s': %.2f%% of the rows of day %s have another value now than when the day was written (%s). "
-            "At most %.2f%% are accepted. A larger delay_seconds leaves out what arrives late; a source without as_of "
-            "gives past rows its newest values",
-            one["feature"], 100 * one["share"], day, describe_differences(one)["reasons"], 100 * allowed,
+            "%s features change by more than %.2f%%. Set delay_seconds to the time in which all events arrive, and "
+            "as_of for sources that get new values", len(changing), 100 * allowed,
         )  # fmt: skip
     line = f"{sum(one['differing'] > 0 for one in features)} of {len(features)} features of day {day} have other values"
     path = report_path(workspace, [day], "ingest")

@@ -95,7 +95,7 @@ def test_an_ingest_measures_how_often_features_of_the_day_before_change(
     assert min(expected.values()) > 3
     assert (found["day"], found["rows"], found["lost"]) == ("2024-01-02", 300, [])
     assert {one["feature"]: one["differing"] for one in found["features"]} == expected
-    lines = [line for line in caplog.messages if "when the day was written" in line]
+    lines = [line for line in caplog.messages if "changed after the day was written" in line]
     assert len(lines) == 2
     assert Path(found["report"]).exists()
     again = ingest_days(open_(**how), None, force=False)
