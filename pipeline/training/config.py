@@ -129,7 +129,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """auto: CUDA if launcher is processes and this machine has one device for every rank, else CPU. With cuda, Ray
     reserves a GPU for each rank."""
     threads_per_rank: PositiveInt | None = None
-    """CPU threads for tensor operations. None: an equal share of the cores."""
+    """CPU threads for tensor operations. None: an equal share of the cores. One rank alone then times now and then what
+    a step takes with one thread, and uses one while that is faster, where the weights do not depend on it."""
     lanes: PositiveInt | None = None
     """Cuts each global batch into this many lanes, a multiple of `world_size`, and adds their gradients in one order.
     The weights then are the same bit for bit for every world size that divides this number, every sharding plan that is

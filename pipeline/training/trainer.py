@@ -40,6 +40,7 @@ from pipeline.training.state.export import export_weights
 from pipeline.training.state.progress import LossSums, TrainingProgress, load_progress
 from pipeline.training.tables.cached import drop_cache
 from pipeline.training.tables.prefetch import InputDistPrefetcher, with_next
+from pipeline.training.threads import choose_threads, has_same_bits
 from storage.objects import ObjectFolder
 
 RECENT_STEPS = 256
@@ -90,6 +91,7 @@ class Trainer:
         self.rates = LearningRates(model, self.optimizer, config, self.replicated)
         self.dense = [parameter for _, parameter in dense_parameters(model)]
         self.lanes = None if config.lanes is None else Lanes(model, config, self.dense)
+        self.threads = choose_threads(model, config, device, self.report_threads)
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
         several = config.sync == "synchronous" and dist.get_world_size() > 1
         self.prefetcher = InputDistPrefetcher(model) if config.send_ids_ahead and several else None
@@ -111,6 +113,7 @@ class Trainer:
             self.restore()
             while not self.done():
                 self.train_epoch()
+            self.use_all_threads()
             self.finish()
         self.require_steps()
         return self.progress
@@ -187,6 +190,19 @@ class Trainer:
         self.times.append(batch.times)
         self.recent.append(time.perf_counter() - start)
         self.step_seconds += self.recent[-1]
+        if self.threads is not None:
+            check = partial(has_same_bits, self.model, self.config, self.dense, batch, self.threads.most)
+            self.threads.after_step(self.recent[-1], check)
+
+    def use_all_threads(self) -> None:
+        """Ends the choice of threads by the time of a step."""
+        if self.threads is not None:
+            self.threads.restore()
+
+    def report_threads(self, threads: int, before: float, now: float) -> None:
+        """Emits a change of the number of threads, with the seconds of a step before and now."""
+        values = {"threads": threads, "milliseconds_before": 1e3 * before, "milliseconds": 1e3 * now}
+        self.emit({"event": "threads", "step": self.progress.steps + 1, **values})
 
     def train_whole(self, batch: Batch) -> None:
         """Trains this rank's rows in one piece. DDP averages the dense gradients over the ranks."""
@@ -476,6 +492,7 @@ class Trainer:
         with self.checkpointer:
             while not self.done():
                 self.train_epoch()
+        self.use_all_threads()
         self.require_steps()
         if self.average is not None and self.progress.averaged:
             self.average.apply()

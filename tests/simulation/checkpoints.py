@@ -63,7 +63,7 @@ class SmallTrainer(Trainer):
         self.config, self.batches, self.validation = run.config, self.make_batches, self.measure
         self.emit, self.seed, self.device = run.note, 0, torch.device("cpu")
         self.identity, self.begin, self.lost, self.keeps_lost = IDENTITY, run.check_none, None, True
-        self.prefetcher = self.average = self.lanes = None
+        self.prefetcher = self.average = self.lanes = self.threads = None
         self.checkpoints = Checkpoints(run.folder)
         self.checkpointer = AsyncCheckpointer(run.config.checkpoint_async, self.checkpoints)
         self.checkpointer.group = self.checkpointer.votes = dist.group.WORLD

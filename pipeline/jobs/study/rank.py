@@ -188,6 +188,7 @@ class MeasuredPoint:
         self.trainer = kind(
             model, config, lambda position: source, None, Path(), lambda event: None, task.seed, self.device
         )
+        self.trainer.threads = None  # a measured step has the threads that the config gives it
         self.steps = self.trainer.steps()
 
     def read_service(self) -> Iterator[Batch]:

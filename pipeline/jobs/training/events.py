@@ -96,6 +96,16 @@ class Restarted(BaseModel, frozen=True):
     limit: int
 
 
+class ThreadsChosen(BaseModel, frozen=True):
+    """From a step on, a rank uses another number of threads, because steps are faster with it."""
+
+    event: Literal["threads"]
+    step: Count
+    threads: PositiveInt
+    milliseconds_before: float
+    milliseconds: float
+
+
 class Awaited(BaseModel, frozen=True):
     """Ranks that someone else has to start."""
 
@@ -113,11 +123,11 @@ class Measured(BaseModel, frozen=True):
 
 
 RankEvent = Annotated[
-    Started | Resumed | Grown | Damaged | Warned | Restarted | Awaited | Measured | Finished,
+    Started | Resumed | Grown | Damaged | Warned | Restarted | ThreadsChosen | Awaited | Measured | Finished,
     Field(discriminator="event"),
 ]
 READ: TypeAdapter[RankEvent] = TypeAdapter(RankEvent)
-KINDS = {"start", "resumed", "grown", "damaged", "warning", "restart", "awaited", "metrics", "result"}
+KINDS = {"start", "resumed", "grown", "damaged", "warning", "restart", "threads", "awaited", "metrics", "result"}
 """Events reported here. Ranks also emit events for other readers."""
 
 
@@ -163,6 +173,11 @@ class EventReport:
                 self.log.warning("%s", text)
             case Restarted(reason=reason, step=step, number=number, limit=limit):
                 self.log.warning("%s; ranks restart from step %s, restart %s of %s", reason, step, number, limit)
+            case ThreadsChosen(step=step, threads=threads, milliseconds_before=before, milliseconds=now):
+                self.log.info(
+                    "from step %s on, a step uses %s thread%s: %.1f ms instead of %.1f ms",
+                    step, threads, "s" * (threads > 1), now, before,
+                )  # fmt: skip
             case Awaited(command=command):
                 self.log.info("waiting for the ranks. Start them on their hosts, for example: %s", command)
             case Measured(step=step, rows=rows, metrics=metrics):

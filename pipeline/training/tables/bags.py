@@ -138,13 +138,14 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.all_tables = np.array([(table, 0, 0) for table in range(len(rows))], np.int64).reshape(-1, 3)
         """The whole update as tasks of one thread."""
         self.slots = np.full(int(first_row[-1]), kernels.UNSEEN, np.int32)
-        self.threads = torch.get_num_threads()
+        self.threads = threads = torch.get_num_threads()
+        """Threads that work on a batch: at most as many as now. Results do not depend on their number."""
         slots = min(int(rows.max(initial=1)), SUMS_BYTES // (4 * int(widths.max(initial=1))))
-        self.sums = [np.empty(slots * int(widths.max(initial=1)), np.float32) for _ in range(self.threads)]
+        self.sums = [np.empty(slots * int(widths.max(initial=1)), np.float32) for _ in range(threads)]
         """Scratch memory that the kernel reuses at every step. New pages would cost more than filling them."""
-        self.rows_seen = [np.empty(slots, np.int64) for _ in range(self.threads)]
-        self.parts = 1 << (self.threads - 1).bit_length()
-        self.pool = ThreadPoolExecutor(self.threads - 1) if self.threads > 1 else None
+        self.rows_seen = [np.empty(slots, np.int64) for _ in range(threads)]
+        self.parts = 1 << (threads - 1).bit_length()
+        self.pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
 
     def forward(  # type: ignore[override]
         self,
@@ -196,7 +197,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         common = (self.kind, weights, moment, self._numbers("second"), settings, self.tables, self.members)
         numbers_of = flat.as_strided((numbers_in_memory,), (1,)).numpy()
         batch = (mean, indices, offsets, id_weights, numbers_of, stride, self.slots)
-        shares = zip(self._share_out(offsets), self.rows_seen, self.sums, strict=True)
+        shares = zip(self._share_out(offsets), self.rows_seen, self.sums, strict=False)  # of `threads` at most
         self._run_parallel(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
 
     def get_optimizer_state(self) -> list[dict[str, torch.Tensor]]:
