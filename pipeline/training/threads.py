@@ -18,7 +18,7 @@ from pipeline.training.optim import replicated_tables
 from pipeline.training.tables.bags import NumbaBags
 from pipeline.training.tables.sharding import iter_lookups
 
-FIRST_STEPS = 32
+FIRST_STEPS = 16
 """Steps before the first trial. The first ones load and compile."""
 TRIAL_STEPS = 9
 """Steps that are timed with each number of threads."""
