@@ -2,6 +2,7 @@
 
 import contextvars
 import datetime
+import functools
 import inspect
 import re
 import threading
@@ -30,6 +31,7 @@ from prefect.client.schemas.filters import (
 from prefect.context import FlowRunContext, TagsContext
 from prefect.exceptions import CancelledRun, MissingContextError
 from prefect.runtime import flow_run
+from prefect.utilities.callables import ParameterSchema, parameter_schema
 from prefect.utilities.hashing import file_hash
 
 from flows.runtime.dlrm import FORMER, commands
@@ -115,8 +117,15 @@ class PrivateFlow(Flow[..., Any]):
     def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
         source = inspect.getsourcefile(inspect.unwrap(fn))  # else Prefect takes the wrapper's file
         own = {"flow_run_name": flow_run_name, "version": file_hash(source) if source else None}
-        super().__init__(fn, **own | options)
+        super().__init__(_without_kinds(fn), **own | options)
+        del self.parameters, self.__signature__  # both without kinds
+        functools.update_wrapper(self, fn)
         self.fn = reporting(hiding(fn))
+
+    @functools.cached_property
+    def parameters(self) -> ParameterSchema:
+        """What the form of a deployment shows. For a whole config this takes a tenth of a second, so only on demand."""
+        return parameter_schema(self.fn)
 
     def with_options(self, **options: Any) -> "PrivateFlow":
         """A copy with other options, which is private, too. Prefect makes a plain flow."""
@@ -136,6 +145,19 @@ class PrivateFlow(Flow[..., Any]):
         """What Prefect stores and shows."""
         shown: dict[str, Any] = mask(super().serialize_parameters(parameters))
         return shown
+
+
+def _without_kinds(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function with the same parameters, whose kinds are unknown."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    bare = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+    call.__signature__ = signature.replace(parameters=bare)  # type: ignore[attr-defined]
+    return call
 
 
 def task_of(step: Step, function: Callable[..., Any], holder: Any) -> Any:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.extraction.checks import CheckResult
-from pipeline.extraction.plots import day_figure
 from pipeline.jobs.workspace import Workspace
 from storage.artifacts import atomic_file, write_json
 
@@ -47,6 +46,8 @@ def report_folder(workspace: Workspace, table: str, checked: CheckResult) -> Pat
 
 
 def _write(workspace: Workspace, table: str, checked: CheckResult) -> None:
+    from pipeline.extraction.plots import day_figure  # imports matplotlib, which takes a third of a second
+
     folder = report_folder(workspace, table, checked)
     write_json(folder / "checks.json", checked.model_dump(mode="json"))
     with atomic_file(folder / "checks.png") as path:
