@@ -1,7 +1,7 @@
 """Flow: lists, verifies or exports the checkpoints of a config's runs."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
-    from flows.runtime.cli import command
+    from flows.runtime.front import command
 
     command("checkpoint")
 

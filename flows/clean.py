@@ -1,7 +1,7 @@
 """Flow: removes old runs, versions, snapshots and temporary files."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
-    from flows.runtime.cli import command
+    from flows.runtime.front import command
 
     command("clean")
 

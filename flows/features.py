@@ -1,7 +1,7 @@
 """Flow: lists a table's features and records what is declared about them."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
-    from flows.runtime.cli import command
+    from flows.runtime.front import command
 
     command("features")
 

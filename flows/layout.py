@@ -1,7 +1,7 @@
 """Flow: arranges a table's files for its readers, and removes old snapshots and files."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
-    from flows.runtime.cli import command
+    from flows.runtime.front import command
 
     command("layout")
 

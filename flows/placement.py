@@ -1,7 +1,7 @@
 """Former name of `flows.sharding`; kept for one version."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
-    from flows.runtime.cli import command
+    from flows.runtime.front import command
 
     command("placement")
 

@@ -1,7 +1,7 @@
 """Flow: judges the newest model on a new day, which no model has seen, and trains the champion on that day."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
-    from flows.runtime.cli import command
+    from flows.runtime.front import command
 
     command("recurring")
 

@@ -1,7 +1,7 @@
 """Flow: compares candidates on a sample, then on all rows; trains, gates and registers the winner."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
-    from flows.runtime.cli import command
+    from flows.runtime.front import command
 
     command("release")
 

@@ -1,7 +1,7 @@
 """Flow: suggests a config for a table or files, with a reason for every choice."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
-    from flows.runtime.cli import command
+    from flows.runtime.front import command
     from pipeline.config.draft import load_draft
 
     command("suggest", load_draft, without_config={})

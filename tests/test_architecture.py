@@ -151,6 +151,17 @@ def test_configs_load_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+def test_the_first_lines_of_a_command_load_the_standard_library_only():
+    """Prefect's server starts before pydantic is imported, which takes as long as all that comes before."""
+    code = """
+import sys
+import flows.runtime.front
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"anyio", "pydantic", "yaml", "httpx", "psutil"}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_records_that_no_config_holds_do_without_docstrings_of_fields():
     """For each such class, pydantic searches all modules that are loaded: a tenth of a second beside Prefect."""
     found = [
@@ -201,7 +212,9 @@ print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*s
         "flows",
         "flows.runtime.cli",
         "flows.runtime.dlrm",
+        "flows.runtime.front",
         "flows.runtime.server",
+        "flows.runtime.server_process",
         "pipeline.config",
         "pipeline.jobs.warm_up",
     ]
@@ -217,7 +230,7 @@ print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*s
         "storage.maintenance",
         "storage.layout.ladder",
     ]
-    ranks_need_the_cores = f"import sys, flows.train; print({{*{unused}}} & {{*sys.modules}})"
+    ranks_need_the_cores = f"import sys, flows.end_to_end; print({{*{unused}}} & {{*sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", ranks_need_the_cores], cwd=ROOT, capture_output=True, text=True, check=True
     )

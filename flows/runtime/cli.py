@@ -1,7 +1,7 @@
 """The shared `python -m flows.NAME CONFIG.yaml key=value` front.
 
 It reads the words and the config before anything heavy is imported, then starts servers, which load at the same time as
-the flow's own imports.
+the flow's own imports. `flows.runtime.front` calls it.
 """
 
 import atexit
@@ -21,35 +21,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from flows.runtime.access import authenticated, find_own_server, server_address
-from flows.runtime.dlrm import describe, parameters_of, say
-from flows.runtime.environment import keep_private, make_private, set_environment
+from flows.runtime.dlrm import parameters_of
+from flows.runtime.environment import make_private
+from flows.runtime.front import is_plain
 from flows.runtime.private import hide, remember
 from flows.runtime.remedies import complete, note_path
-from flows.runtime.server import TemporaryServer
+from flows.runtime.server import Process, TemporaryServer
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
 from pipeline.errors import ConfigError, ContractError
-from pipeline.jobs.warm_up import FinishedNote, start_fork_servers
+from pipeline.jobs.warm_up import FinishedNote, load_stores, start_fork_servers
 from pipeline.process import loading
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
-PLAIN: dict[str, tuple[str, ...]] = {
-    "checkpoint": ("list", "verify"),
-    "features": ("list", "show", "propose", "history"),
-    "layout": ("propose", "measure"),
-    "promote": (),
-    "report": (),
-    "rollback": (),
-}
-"""Commands that run without Prefect unless a server is named, by their actions: they read, or move an alias."""
 TRAINING = ("train", "end_to_end", "recurring", "backfill", "replay", "sweep", "release")
 """Commands that start ranks."""
 FAILED = re.compile(
@@ -61,48 +53,25 @@ Result = dict[str, Any]
 log = logging.getLogger("dlrm")
 
 
-def command(
-    name: str, read: Callable[..., RunConfig | Draft] = load, without_config: Mapping[str, Any] | None = None
-) -> NoReturn:
-    """Runs `flows/NAME.py` with the words of the command line and ends the process.
-
-    Args:
-        name: The flow's file.
-        read: Makes a config of a file and overrides.
-        without_config: What to read where no file is given; None: a file is required.
-    """
-    set_environment()
-    keep_private()
-    words = sys.argv[1:]
-    if {"-h", "--help"} & set(words):
-        say(describe(name))
-        sys.exit(0)
-    codes: list[int] = []
-    # Registered first, so it runs last. The teardown of the interpreter takes a second once PyTorch is loaded, and
-    # DuckDB prints a page about leaks in it.
-    atexit.register(lambda: os._exit(codes[0] if codes else 1))
-    codes.append(main(name, words, read, without_config))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the servers takes a moment, and the result stands
-    sys.exit(codes[0])
-
-
 def main(
     flow: Any,
     words: Sequence[str],
     read: Callable[..., RunConfig | Draft] = load,
     without_config: Mapping[str, Any] | None = None,
+    process: Process | None = None,
 ) -> int:
     """Runs a flow and prints its result, one JSON object, as the last line of standard output.
 
     Args:
         flow: The flow, or the name of its file, which is imported when the words and the config are in order.
+        process: One that loads Prefect's server already. It is killed if no server is needed.
     Returns:
         The exit code: 0 for ok and skipped, else 1.
     """
     debug = "--debug" in words
     signal.signal(signal.SIGTERM, _interrupted)
     try:
-        result = run(flow, [word for word in words if word != "--debug"], read, without_config, debug)
+        result = run(flow, [word for word in words if word != "--debug"], read, without_config, debug, process)
     except KeyboardInterrupt:
         ending = sys.modules.get("flows.runtime.ending")
         how = "cancelled at the Prefect server" if ending is not None and ending.cancelled.is_set() else "interrupted"
@@ -124,6 +93,7 @@ def run(
     read: Callable[..., RunConfig | Draft] = load,
     without_config: Mapping[str, Any] | None = None,
     debug: bool = False,
+    process: Process | None = None,
 ) -> Result:
     """Parses the words, checks the config, runs the flow with Prefect's data below `home`."""
     name = flow if isinstance(flow, str) else str(flow.name).replace("-", "_")
@@ -139,7 +109,9 @@ def run(
     plain = isinstance(flow, str) and is_plain(name, parameters) and address is None
     if address is None and not plain:
         address = find_own_server(home_path(config.home))
-    server = None if plain or address is not None else start_server(config)
+    server = None if plain or address is not None else start_server(config, process)
+    if server is None and process is not None:
+        process.kill()
     note = None
     if isinstance(flow, str) and name in TRAINING and isinstance(config, RunConfig):
         note = FinishedNote(name, config, parameters)
@@ -154,6 +126,8 @@ def run(
         hide_tracebacks()
     with ExitStack() as stack:
         if server is not None:
+            if name in TRAINING and isinstance(config, RunConfig):
+                load_stores(config.registration)
             stack.enter_context(prefect_settings(server))
         elif address is not None:
             stack.enter_context(authenticated(address, home_path(config.home), home_path(".dlrm")))
@@ -188,20 +162,9 @@ def import_flow(name: str, plain: bool) -> Any:
         return getattr(importlib.import_module(f"flows.{name}"), name)
 
 
-def is_plain(name: str, parameters: Mapping[str, Any]) -> bool:
-    """Says whether a command can do without Prefect.
-
-    Example:
-        >>> is_plain("features", {"action": "set"}), is_plain("features", {"name": "price"}), is_plain("train", {})
-        (False, True, False)
-    """
-    actions = PLAIN.get(name)
-    return actions is not None and (not actions or parameters.get("action", actions[0]) in actions)
-
-
-def start_server(config: RunConfig | Draft) -> TemporaryServer:
+def start_server(config: RunConfig | Draft, process: Process | None = None) -> TemporaryServer:
     """Starts a Prefect server over the database below `home`. It ends when the command does."""
-    server = TemporaryServer(_prefect_folder(config))
+    server = TemporaryServer(_prefect_folder(config), process)
     atexit.register(server.stop)  # Prefect sends its last lines at exit, before this
     return server
 
@@ -213,6 +176,7 @@ def prefect_settings(server: TemporaryServer) -> Iterator[None]:
         PREFECT_API_AUTH_STRING,
         PREFECT_API_DATABASE_CONNECTION_URL,
         PREFECT_API_URL,
+        PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED,
         PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
         PREFECT_HOME,
         temporary_settings,
@@ -226,6 +190,7 @@ def prefect_settings(server: TemporaryServer) -> Iterator[None]:
             PREFECT_API_DATABASE_CONNECTION_URL: server.settings["PREFECT_API_DATABASE_CONNECTION_URL"],
             PREFECT_API_URL: server.address,
             PREFECT_API_AUTH_STRING: server.secret,
+            PREFECT_CLIENT_SERVER_VERSION_CHECK_ENABLED: False,  # it is ours, and of the same version
             PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,  # no automation listens, and a run would end up to a second later
         }
     ):

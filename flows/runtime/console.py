@@ -118,12 +118,13 @@ class PrivateFlow(Flow[..., Any]):
         source = inspect.getsourcefile(inspect.unwrap(fn))  # else Prefect takes the wrapper's file
         own = {"flow_run_name": flow_run_name, "version": file_hash(source) if source else None}
         super().__init__(_without_kinds(fn), **own | options)
-        del self.parameters, self.__signature__  # both without kinds
+        for name in ("parameters", "__signature__"):  # both without kinds
+            delattr(self, name)
         functools.update_wrapper(self, fn)
         self.fn = reporting(hiding(fn))
 
     @functools.cached_property
-    def parameters(self) -> ParameterSchema:
+    def parameters(self) -> ParameterSchema:  # type: ignore[override]
         """What the form of a deployment shows. For a whole config this takes a tenth of a second, so only on demand."""
         return parameter_schema(self.fn)
 

@@ -13,6 +13,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
+from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed
@@ -60,6 +61,12 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def is_inside_another() -> bool:
+    """Whether the flow run at hand is part of another. Prefect asks the server for the id of that one."""
+    context = FlowRunContext.get()
+    return context is not None and context.flow_run is not None and context.flow_run.parent_task_run_id is not None
+
+
 def _shorten(record: logging.LogRecord) -> bool:
     """Replaces Prefect's lines about an error of ours, a traceback each, by the error's sentence."""
     error = record.exc_info[1] if record.exc_info else None
@@ -92,7 +99,7 @@ def resume_interrupt(found: Any) -> Any:
 def _heeding_cancellation() -> Iterator[None]:
     """Interrupts this process if somebody cancels its run at the server. For deployed runs, the worker does this."""
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
-    if not (others_can_cancel and is_main) or deployment.id is not None or flow_run.parent_flow_run_id is not None:
+    if not (others_can_cancel and is_main) or deployment.id is not None or is_inside_another():
         yield
         return
     ended, context = threading.Event(), contextvars.copy_context()  # which server it is

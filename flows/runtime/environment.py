@@ -8,6 +8,7 @@ from pathlib import Path
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
+    "PYDANTIC_DISABLE_PLUGINS": "__all__",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
@@ -27,7 +28,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "MPLBACKEND": "Agg",
 }
-"""No telemetry, no pickles, patience with a starting server, impatience with an absent MLflow, plots without screen."""
+"""No telemetry, no pickles, patience with a starting server, impatience with an absent MLflow, plots without screen.
+Pydantic looks for plugins among all installed packages, 0.2 s in each process."""
 NOISY = ("alembic", "httpx", "matplotlib", "pyiceberg", "torch.fx._symbolic_trace", "urllib3")
 """Loggers with lines that say nothing to the user."""
 

@@ -75,10 +75,10 @@ def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        from prefect.runtime import flow_run
+        from flows.runtime.ending import is_inside_another
 
         watched = sys.stderr.isatty() and not is_deployed()
-        if watched or flow_run.parent_flow_run_id is not None:
+        if watched or is_inside_another():
             return function(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()

@@ -1,5 +1,6 @@
 """The temporary Prefect server of a command that has no other."""
 
+import json
 import os
 import signal
 import socket
@@ -24,12 +25,23 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
 """Time for the server to write what it holds. Then it is killed."""
-PROGRAM = """
-from pipeline.process import loading
-with loading():
-    import prefect.server.api.server, uvicorn
-uvicorn.main()
-"""
+Process = subprocess.Popen[bytes]
+
+
+def start_loading() -> Process:
+    """Starts a process that loads libraries of Prefect's server, before anybody knows its home."""
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # A terminal interrupts every process of the command. The server has to live until the flow has reported its
+    # end: without an answer Prefect would wait for minutes. A new process inherits what is blocked.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "flows.runtime.server_process"],
+            env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def require_known_tables(folder: Path) -> None:
@@ -71,14 +83,15 @@ class TemporaryServer:
 
     Args:
         folder: Folder of Prefect's data. The server's log lies there.
+        process: One of `start_loading`, which becomes the server. None: it is started now.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, process: Process | None = None) -> None:
         self.folder, self.log = folder, folder / "server.log"
         self.tables = folder / "tables"
         self.secret = make_secret()
         require_known_tables(folder)
-        self.process = self._start()
+        self.process = self._start(process or start_loading())
 
     @property
     def settings(self) -> dict[str, str]:
@@ -105,7 +118,7 @@ class TemporaryServer:
             if self.process.poll() is not None:
                 if starts == 2:
                     break
-                self.process, starts = self._start(), 2
+                self.process, starts = self._start(start_loading()), 2
             time.sleep(0.05)
         self.stop()
         text = self.log.read_text(encoding="utf-8", errors="replace").strip()
@@ -125,18 +138,13 @@ class TemporaryServer:
         """Returns the versions of Prefect and of the tables in its database. One that is new has no tables."""
         return f"{version('prefect')} {_read_tables(self.folder)}"
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = probe.getsockname()[1]
-        options = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
-        options += ["--host", HOST, "--port", str(self.port), "--log-level", "error"]
+    def variables(self) -> dict[str, str]:
+        """Returns the environment of the server, apart from what every process of the command has."""
         temporary = {
             "PREFECT_UI_ENABLED": "0",
             "PREFECT__SERVER_EPHEMERAL": "1",
             "PREFECT__SERVER_FINAL": "1",
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",  # automations are for the lasting server
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         if self.tables.exists() and self.tables.read_text() == self._read_versions():
             temporary |= {
@@ -144,15 +152,21 @@ class TemporaryServer:
                 "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
             }
         guard = protect(self.secret, f"http://{HOST}:{self.port}")  # it serves no pages to browsers
-        # A terminal interrupts every process of the command. The server has to live until the flow has reported its
-        # end: without an answer Prefect would wait for minutes. A new process inherits what is blocked.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with self.log.open("wb") as log:
-                return subprocess.Popen(
-                    [sys.executable, "-c", PROGRAM, *options], env=os.environ | self.settings | temporary | guard,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                    preexec_fn=partial(die_with_parent, os.getpid()),
-                )  # fmt: skip
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return self.settings | temporary | guard
+
+    def _start(self, process: Process) -> Process:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        options = ["--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
+        options += ["--host", HOST, "--port", str(self.port), "--log-level", "error"]
+        given = {
+            "log": str(self.log),
+            "environment": self.variables(),
+            "address": self.address,
+            "options": options,
+        }
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as pipe:  # `wait` sees that it has ended
+            pipe.write(json.dumps(given).encode() + b"\n")
+        return process

@@ -76,7 +76,7 @@ def command(
 ):
     """Runs a flow as its command would, without Prefect. Returns (exit code, result line, what else was printed)."""
     monkeypatch.setattr(cli, "server_address", lambda: None)
-    monkeypatch.setattr(cli, "start_server", lambda config: None)
+    monkeypatch.setattr(cli, "start_server", lambda config, process: None)
     caplog.set_level(logging.INFO, "dlrm")
 
     def run(flow: Any, *words: str, home: Path) -> tuple[int, dict[str, Any], str]:

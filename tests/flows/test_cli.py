@@ -202,7 +202,7 @@ def _leave_the_process_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     names = {"PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path}/prefect.db"}
     address = "http://127.0.0.1:9/api"
     nothing = SimpleNamespace(wait=lambda: None, stop=lambda: None, settings=names, address=address, secret="a:b")
-    monkeypatch.setattr(cli, "TemporaryServer", lambda folder: SimpleNamespace(**vars(nothing), folder=folder))
+    monkeypatch.setattr(cli, "TemporaryServer", lambda folder, process: SimpleNamespace(**vars(nothing), folder=folder))
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
 
 

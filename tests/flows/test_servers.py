@@ -1,6 +1,8 @@
 """Real servers on loopback: the UI command, and a deployment run by a worker."""
 
 import base64
+import importlib
+import inspect
 import json
 import os
 import signal
@@ -20,11 +22,13 @@ from typing import Any
 import psutil
 import pytest
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY
+from prefect.utilities.callables import parameter_schema
 
 from flows import ui
-from flows.runtime import access
+from flows.runtime import access, cli
 from flows.runtime.cli import prefect_settings
-from flows.runtime.server import TemporaryServer
+from flows.runtime.server import TemporaryServer, start_loading
+from pipeline.errors import ConfigError
 from tests.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -81,6 +85,43 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     return keep | {"DLRM_HOME": str(home), "PREFECT_HOME": str(home / "prefect"), "DO_NOT_TRACK": "1"} | more
 
 
+def looked_for_tables(server: TemporaryServer) -> bool:
+    """Asks a server for its settings."""
+    secret = base64.b64encode(server.secret.encode()).decode()
+    request = urllib.request.Request(f"{server.address}/admin/settings", headers={"Authorization": f"Basic {secret}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        found: bool = json.load(answer)["server"]["database"]["migrate_on_start"]
+    return found
+
+
+def test_a_process_that_loads_a_server_ends_when_its_command_needs_none() -> None:
+    process = start_loading()
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(60) == 0
+
+
+def test_a_command_with_a_server_of_its_own_kills_the_process_that_loads_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "server_address", lambda: "http://127.0.0.1:9/api")
+    process = start_loading()
+    with pytest.raises(ConfigError, match="a running Prefect server"):
+        cli.run("train", ["configs/smoke.yaml", f"home={tmp_path}"], process=process)
+    assert process.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", ["train", "end_to_end", "layout"])
+def test_the_form_of_a_deployment_shows_what_the_function_takes(name: str) -> None:
+    """Prefect makes the form of the flow; a command does without it."""
+    made = getattr(importlib.import_module(f"flows.{name}"), name)
+    plain = inspect.unwrap(made)
+    expected = parameter_schema(plain)
+    assert parameter_schema(made) == made.parameters == expected
+    assert "preprocessing" in json.dumps(expected.model_dump())
+    assert not hasattr(made, "__signature__")
+
+
 def test_a_temporary_server_makes_tables_where_its_database_lacks_them(tmp_path: Path) -> None:
     made = []
     for _ in range(3):
@@ -88,7 +129,7 @@ def test_a_temporary_server_makes_tables_where_its_database_lacks_them(tmp_path:
         try:
             with prefect_settings(server):
                 assert PREFECT_FLOWS_HEARTBEAT_FREQUENCY.value() is None  # else a run ends up to a second later
-            made.append("PREFECT_API_DATABASE_MIGRATE_ON_START" not in psutil.Process(server.process.pid).environ())
+            made.append(looked_for_tables(server))
             secret = base64.b64encode(server.secret.encode()).decode()
             url, headers = f"{server.address}/flows/{uuid.uuid4()}", {"Authorization": f"Basic {secret}"}
             with pytest.raises(urllib.error.HTTPError, match="404"):  # 500: there is no table of flows
