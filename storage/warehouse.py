@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
-from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.catalog import PY_CATALOG_IMPL, TYPE, URI, Catalog, load_catalog
 from pyiceberg.conversions import from_bytes
 from pyiceberg.exceptions import (
     CommitFailedException,
@@ -21,14 +21,11 @@ from pyiceberg.exceptions import (
     ValidationException,
 )
 from pyiceberg.expressions import BooleanExpression
-from pyiceberg.expressions.visitors import manifest_evaluator
 from pyiceberg.io import PY_IO_IMPL, FileIO, InputFile, OutputFile
-from pyiceberg.manifest import DataFile, ManifestContent, ManifestFile
+from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation, Snapshot
-from pyiceberg.table.update import SetPropertiesUpdate
-from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
 from pyiceberg.utils.config import Config
 
 from storage.arrow import family_of, is_same_type
@@ -37,19 +34,19 @@ from storage.days import (
     CONTENTS,
     IDENTITIES,
     NOTES,
-    add_to_properties,
     hash_paths,
     identities,
     last_identities,
     notes,
     row_hashes_by_files,
-    to_summary,
 )
 from storage.errors import ConflictError, StorageError, UnknownCommitError, reading_metadata
 from storage.keys import expand_keys, map_names
 from storage.layout.spec import Layout
 from storage.objects import add_variables, send_lengths
 from storage.reader import DAY, SnapshotReader, SnapshotRef
+from storage.snapshot.catalog import ParsedOnceCatalog
+from storage.snapshot.commit import CachedTransaction, ReplacedDays
 from storage.snapshot.dating import days_filter
 from storage.snapshot.files import DayFile, data_files, day_of, refuse_format, rule_of, schema_at, snapshot_at
 from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot
@@ -65,51 +62,6 @@ PART_OF = "dlrm.part-of"
 """Table property: the table of samples that a table belongs to."""
 FILES_AT_A_TIME = 16
 """File sizes requested concurrently. On an object store each takes a round trip."""
-MOST_MANIFESTS = 100
-"""This many manifests are merged into one: planning a read opens each of them."""
-MANIFEST_BYTES = 8 * 1024 * 1024
-"""Merging does not make a manifest larger than this."""
-
-
-class ReplacedDays(_OverwriteFiles):
-    """An overwrite that drops manifests without files and merges small ones.
-
-    pyiceberg carries every manifest of deleted files into all later snapshots and merges none.
-    """
-
-    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
-        """Makes an evaluator per manifest: evaluators are stateful, and pyiceberg shares one between threads.
-
-        A shared one could miss a file to replace. The commit then failed as if another writer had changed the table.
-        What they are made of is asked for once: each question copies the metadata of all snapshots.
-        """
-        spec, schema, projected = self.spec(spec_id), self.schema(), self.partition_filters[spec_id]
-        return lambda manifest: manifest_evaluator(spec, schema, projected, self._case_sensitive)(manifest)
-
-    records: Mapping[str, Mapping[datetime.date, Any]] = MappingProxyType({})
-    """What the commit records about days, in the snapshot's summary and in the table's properties."""
-
-    def _commit(self) -> Any:
-        """Adds the records. pyiceberg calls it again, on the table's newest state, if another writer came first."""
-        transaction = self._transaction
-        transaction._updates = tuple(
-            one
-            for one in transaction._updates
-            if not isinstance(one, SetPropertiesUpdate) or CONTENTS not in one.updates
-        )
-        self.snapshot_properties = to_summary(self.records)
-        number = transaction.table_metadata.next_sequence_number()
-        updates, requirements = super()._commit()
-        properties = add_to_properties(transaction._table, self.records, number)
-        return (*updates, SetPropertiesUpdate(updates=properties)), requirements
-
-    def _existing_manifests(self) -> list[ManifestFile]:
-        return [one for one in super()._existing_manifests() if one.has_added_files() or one.has_existing_files()]
-
-    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
-        merge = _ManifestMergeManager(MANIFEST_BYTES, MOST_MANIFESTS, True, self).merge_manifests
-        rows = [one for one in manifests if one.content == ManifestContent.DATA]
-        return merge(rows) + [one for one in manifests if one.content != ManifestContent.DATA]
 
 
 class Warehouse:
@@ -134,13 +86,13 @@ class Warehouse:
         if not properties or not named.keys() & {"type", "uri", "py-catalog-impl"}:
             self.home.mkdir(parents=True, exist_ok=True)
             folder = self.home.resolve()
-            embedded = {"type": "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
+            embedded = {TYPE: "sql", "uri": f"sqlite:///{folder}/catalog.db", "warehouse": f"file://{folder}"}
             properties = embedded | properties
         if properties.get("warehouse", "").startswith(("file:", "/")):
             properties = {PY_IO_IMPL: "storage.durable.DurableFileIO", **properties}
         send_lengths({key: str(value) for key, value in (named | dict(properties)).items()})
         try:
-            catalog = load_catalog("dlrm", **add_variables(properties))
+            catalog = _load_catalog("dlrm", add_variables(properties))
             catalog.create_namespace_if_not_exists(self.config.namespace)
         except (RESTError, OSError, ValueError) as error:
             if not type(error).__module__.startswith(("pyiceberg.", "requests.", "pydantic_core.")):
@@ -277,7 +229,7 @@ class Warehouse:
             StorageError: If a file belongs to another day.
             UnknownCommitError: If the commit may or may not have taken effect.
         """
-        name, transaction, io = table.name()[-1], table.transaction(), _RecordingIO(table.io)
+        name, transaction, io = table.name()[-1], CachedTransaction(table), _RecordingIO(table.io)
         overwrite = self._overwrite(table, transaction, days)
         written = {day: identity for day, identity in days.items() if identity}
         paths: dict[datetime.date, list[str]] = {day: [] for day in days}
@@ -350,7 +302,7 @@ class Warehouse:
             ConflictError: If other writers committed first at every retry. Nothing is added then.
         """
         table = self._evolve(name, schema)
-        transaction, io = table.transaction(), _RecordingIO(table.io)
+        transaction, io = CachedTransaction(table), _RecordingIO(table.io)
         append = transaction.update_snapshot().fast_append()
         chunk = pa.Table.from_pylist(list(rows), schema)
         with self._committing(name, transaction, io, append.snapshot_id, "no other writer meanwhile"):
@@ -382,8 +334,9 @@ class Warehouse:
         return overwrite
 
     def _assert_rows(self, reference: SnapshotRef, days: Sequence[datetime.date], rows: int) -> None:
-        counts = self.day_rows(reference)
-        stored = sum(counts.get(day, 0) for day in days)
+        left_out = self._left_out(reference)
+        found = data_files(left_out.table, reference, days, cache=self._cache)
+        stored = sum(left_out.estimate_left(one.rows, one.file.record_count) for one in found)
         if stored != rows:
             raise StorageError(
                 f"table '{reference.table}'", f"{rows} rows in {len(days)} days after the commit", f"{stored}",
@@ -632,6 +585,13 @@ class Warehouse:
             StorageError: If the table does not have a column or the filter does not match its columns.
         """
         return SnapshotReader(self.table(reference.table), reference, columns, row_filter, cache=self._cache)
+
+
+def _load_catalog(name: str, properties: dict[str, str]) -> Catalog:
+    every = {**(Config().get_catalog_config(name) or {}), **properties}
+    if f"{every.get(TYPE)}".lower() == "sql" and PY_CATALOG_IMPL not in every and URI in every:
+        return ParsedOnceCatalog(name, **{key: str(value) for key, value in every.items()})
+    return load_catalog(name, **properties)
 
 
 def _reference(table: Table) -> SnapshotRef:

@@ -22,7 +22,8 @@ from storage.days import EARLIER, identities, notes
 from storage.errors import CorruptFileError, StorageError
 from storage.maintenance import ExpireResult, drop_tags, expire, vacuum
 from storage.reader import SnapshotRef
-from storage.warehouse import ReplacedDays, Warehouse
+from storage.snapshot.commit import ReplacedDays
+from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY1, DAY2 = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
@@ -317,6 +318,7 @@ def test_a_table_that_cannot_be_loaded_is_named_before_anything_is_deleted(wareh
     metadata = Path(warehouse.table("other").metadata_location.removeprefix("file://"))
     metadata.write_text(metadata.read_text().replace('"long"', '"variant"'))
     before = on_disk(home)
+    warehouse = Warehouse(warehouse.config, home)
     with pytest.raises(StorageError) as error:
         vacuum(warehouse, "events", NOW, dry_run=False)
     assert str(error.value) == (
@@ -463,7 +465,7 @@ def test_manifests_stay_few(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatc
     for number in range(6):
         write(warehouse, rows(DAY1, 2, 10 * number))
     assert manifests(warehouse) == 2  # live files, and files deleted by this snapshot
-    monkeypatch.setattr("storage.warehouse.MOST_MANIFESTS", 5)
+    monkeypatch.setattr("storage.snapshot.commit.MOST_MANIFESTS", 5)
     days = [DAY1 + datetime.timedelta(days=number) for number in range(1, 13)]
     for number, day in enumerate(days):
         write(warehouse, rows(day, 1, 100 + number), identity=str(day))

@@ -22,6 +22,7 @@ from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.layout.rewrite import rewrite_day
 from storage.maintenance import expire
 from storage.reader import SnapshotRef
+from storage.snapshot.commit import ReplacedDays
 from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -467,11 +468,15 @@ def test_an_interrupted_commit_keeps_its_files(
 
 
 def test_rows_lost_by_the_commit_are_noticed(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Warehouse, "day_rows", lambda *_: {DAY1: 2})
+    write(warehouse, rows(DAY2, 3))
+    keep = ReplacedDays.append_data_file
+    monkeypatch.setattr(
+        ReplacedDays, "append_data_file", lambda self, file: keep(self, file) if file.record_count == 10 else self
+    )
     with pytest.raises(StorageError) as error:
-        write(warehouse, rows(DAY1, 3))
+        write(warehouse, rows(DAY1, 13))
     assert str(error.value) == (
-        "table 'events': expected 3 rows in 1 days after the commit, got 2. "
+        "table 'events': expected 13 rows in 1 days after the commit, got 10. "
         "Do not train on this snapshot. Ingest the days again."
     )
 

@@ -393,6 +393,7 @@ def test_a_table_of_format_version_3_is_read_and_not_written(warehouse: Warehous
     snapshot = write(warehouse, DAY1)
     metadata = Path(warehouse.table("events").metadata_location.removeprefix("file://"))
     metadata.write_text(json.dumps(json.loads(metadata.read_text()) | {"format-version": 3, "next-row-id": 0}))
+    warehouse = Warehouse(warehouse.config, warehouse.home)
     assert [row[1] for row in read(warehouse)] == [0]
     for call in (
         lambda: write(warehouse, DAY1),

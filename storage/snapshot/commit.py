@@ -1,0 +1,83 @@
+"""Commits that replace days of a table, and the transactions that they are part of."""
+
+import datetime
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pyiceberg.expressions.visitors import manifest_evaluator
+from pyiceberg.manifest import ManifestContent, ManifestFile
+from pyiceberg.table import Table, Transaction
+from pyiceberg.table.metadata import TableMetadata
+from pyiceberg.table.update import SetPropertiesUpdate, TableUpdate
+from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
+
+from storage.days import CONTENTS, add_to_properties, to_summary
+
+MOST_MANIFESTS = 100
+"""This many manifests are merged into one: planning a read opens each of them."""
+MANIFEST_BYTES = 8 * 1024 * 1024
+"""Merging does not make a manifest larger than this."""
+
+
+class CachedTransaction(Transaction):
+    """A transaction that makes its metadata once for each state of it.
+
+    pyiceberg's own copies all snapshots whenever its metadata is asked for, 16 times a commit. Nothing writes to these
+    copies: an update makes new metadata, and a retry loads it.
+    """
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table)
+        self._made: tuple[TableMetadata, tuple[TableUpdate, ...], TableMetadata] | None = None
+
+    @property
+    def table_metadata(self) -> TableMetadata:
+        """The table's metadata with the updates so far. To read, not to change."""
+        base, updates = self._table.metadata, self._updates
+        if not updates:
+            return base
+        made = self._made
+        if made is None or made[0] is not base or made[1] is not updates:
+            self._made = made = (base, updates, super().table_metadata)
+        return made[2]
+
+
+class ReplacedDays(_OverwriteFiles):
+    """An overwrite that drops manifests without files and merges small ones.
+
+    pyiceberg carries every manifest of deleted files into all later snapshots and merges none.
+    """
+
+    def _build_manifest_evaluator(self, spec_id: int) -> Callable[[ManifestFile], bool]:
+        """Makes an evaluator per manifest: evaluators are stateful, and pyiceberg shares one between threads.
+
+        A shared one could miss a file to replace. The commit then failed as if another writer had changed the table.
+        """
+        spec, schema, projected = self.spec(spec_id), self.schema(), self.partition_filters[spec_id]
+        return lambda manifest: manifest_evaluator(spec, schema, projected, self._case_sensitive)(manifest)
+
+    records: Mapping[str, Mapping[datetime.date, Any]] = MappingProxyType({})
+    """What the commit records about days, in the snapshot's summary and in the table's properties."""
+
+    def _commit(self) -> Any:
+        """Adds the records. pyiceberg calls it again, on the table's newest state, if another writer came first."""
+        transaction = self._transaction
+        transaction._updates = tuple(
+            one
+            for one in transaction._updates
+            if not isinstance(one, SetPropertiesUpdate) or CONTENTS not in one.updates
+        )
+        self.snapshot_properties = to_summary(self.records)
+        number = transaction.table_metadata.next_sequence_number()
+        updates, requirements = super()._commit()
+        properties = add_to_properties(transaction._table, self.records, number)
+        return (*updates, SetPropertiesUpdate(updates=properties)), requirements
+
+    def _existing_manifests(self) -> list[ManifestFile]:
+        return [one for one in super()._existing_manifests() if one.has_added_files() or one.has_existing_files()]
+
+    def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
+        merge = _ManifestMergeManager(MANIFEST_BYTES, MOST_MANIFESTS, True, self).merge_manifests
+        rows = [one for one in manifests if one.content == ManifestContent.DATA]
+        return merge(rows) + [one for one in manifests if one.content != ManifestContent.DATA]
