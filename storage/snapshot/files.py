@@ -26,6 +26,11 @@ from storage.snapshot.deletes import DeletedValues
 from storage.snapshot.foreign import ForeignTable
 from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
 
+MOST_KEPT_BYTES = 1 << 26
+"""Bytes of the longest list of a snapshot's files that is remembered. A snapshot never changes."""
+FILE_BYTES, METRIC_BYTES = 4_000, 100
+"""Bytes that a file and each of its columns' metrics take in such a list, about."""
+METRICS = ("column_sizes", "value_counts", "null_value_counts", "nan_value_counts", "lower_bounds", "upper_bounds")
 FILES_AT_A_TIME = 8
 """Files of which days or footers are read concurrently. On an object store each takes a round trip or two."""
 
@@ -101,19 +106,48 @@ def data_files(
     row_filter: BooleanExpression | None = None,
     cache: ReadCache | None = None,
 ) -> Iterator[DayFile]:
-    """Yields the data files of a snapshot, those with rows of several days once for each.
+    """Returns the data files of a snapshot, those with rows of several days once for each.
 
     Where neither a partition nor the bounds of a file tell the day of its rows, the column of the day is read.
 
     Args:
         days: Days of the files. None: all.
         row_filter: Leaves out files without a matching row, as far as metadata tells.
-        cache: Remembers the days of rows that were read.
+        cache: Remembers the days of rows that were read, and the files of snapshots that were listed whole.
     Raises:
         StorageError: If a row tells no day, or the file has another format than Parquet and may have several.
     """
     rule = rule_of(table, reference)
-    left_out = LeftOut(table, rule, cache or ReadCache())
+    cache = cache or ReadCache()
+    key = (table.metadata.table_uuid, reference.snapshot_id, rule.signature)
+    if row_filter is None and (days is None or key in cache):
+        every = cache.get(
+            key, lambda: _Listing(_find_files(table, reference, rule, None, None, cache)), MOST_KEPT_BYTES
+        )
+        return (one for one in every if days is None or one.rows.day in days)
+    return _find_files(table, reference, rule, days, row_filter, cache)
+
+
+class _Listing(list[DayFile]):
+    """All files of a snapshot."""
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated bytes in memory."""
+        metrics = sum(len(getattr(one.file, part) or ()) for one in self for part in METRICS)
+        return FILE_BYTES * len(self) + METRIC_BYTES * metrics
+
+
+def _find_files(
+    table: Table,
+    reference: SnapshotRef,
+    rule: DayRule,
+    days: Collection[datetime.date] | None,
+    row_filter: BooleanExpression | None,
+    cache: ReadCache,
+) -> Iterator[DayFile]:
+    """Reads what `data_files` yields from the manifests."""
+    left_out = LeftOut(table, rule, cache)
     wanted = None if days is None else rule.condition(days)
     found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
     dated = [(one, rule.of_partition(one.spec, one.file) or rule.of_bounds(one.file)) for one in found]

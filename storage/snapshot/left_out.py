@@ -44,12 +44,21 @@ class ReadCache:
         self._kept: dict[Hashable, tuple[int, Any]] = {}
         self._bytes = 0
 
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Returns what was made for a key. Makes it if it is new or forgotten."""
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._kept
+
+    def get(self, key: Hashable, make: Callable[[], Any], most_bytes: int | None = None) -> Any:
+        """Returns what was made for a key. Makes it if it is new or forgotten.
+
+        Args:
+            most_bytes: What is larger is not remembered. None: it may have any size.
+        """
         if (known := self._kept.get(key)) is not None:
             return known[1]
         made = make()
-        self._kept[key] = (size := _size_of(made), made)
+        if (size := _size_of(made)) > (most_bytes or size):
+            return made
+        self._kept[key] = (size, made)
         self._bytes += size
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:
             with suppress(StopIteration, KeyError, RuntimeError):  # another thread forgets, too

@@ -1,4 +1,4 @@
-"""The work of a commit does not grow with the manifests before it."""
+"""The work of a commit, and of plans of one snapshot, does not grow with the manifests before it."""
 
 import datetime
 from typing import Any
@@ -6,9 +6,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyiceberg import table as of_pyiceberg
+from pyiceberg.expressions import EqualTo
 from pyiceberg.manifest import ManifestFile
 from pyiceberg.table.update import SetPropertiesUpdate
 
+from storage.errors import StorageError
+from storage.maintenance import expire
+from storage.reader import SnapshotRef
 from storage.snapshot.commit import CachedTransaction
 from storage.warehouse import Warehouse
 
@@ -71,3 +75,45 @@ def test_a_change_knows_its_updates_and_what_was_committed_meanwhile(warehouse: 
     table.refresh()
     assert change.table_metadata.current_snapshot_id == warehouse.current("events").snapshot_id
     assert change.table_metadata.properties["a"] == "b"
+
+
+def look(warehouse: Warehouse, snapshot: SnapshotRef, days: list[datetime.date]) -> list[Any]:
+    reader = warehouse.reader(snapshot, ["id"])
+    return [
+        warehouse.day_rows(snapshot),
+        warehouse.day_contents(snapshot),
+        warehouse.day_notes("events"),
+        warehouse.count_rows(snapshot, days),
+        reader.fragments(days),
+        reader.fragments(),
+    ]
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 20])
+def test_the_files_of_a_snapshot_are_listed_once(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """Compared with a warehouse that knows nothing yet. A long list is not kept."""
+    for number in (0, 1, 2, 3, 1):
+        write(warehouse, number)
+    snapshot, days = warehouse.current("events"), [FIRST, FIRST + datetime.timedelta(days=1)]
+    monkeypatch.setattr("storage.snapshot.files.MOST_KEPT_BYTES", most_bytes)
+    fresh = Warehouse(warehouse.config, warehouse.home)
+    expected = look(fresh, snapshot, days)
+    fetched = count_fetched(monkeypatch)
+    assert [look(warehouse, snapshot, days) for _ in range(3)] == [expected] * 3
+    assert (len(fetched) == len(set(fetched))) == (most_bytes > 1)
+    filtered = EqualTo("day", f"{days[0]}")
+    assert [one.day for one in warehouse.reader(snapshot, ["id"], filtered).fragments()] == days[:1]
+
+
+def test_an_expired_snapshot_is_refused_though_its_files_are_known(warehouse: Warehouse) -> None:
+    write(warehouse, 0)
+    old = warehouse.current("events")
+    assert warehouse.day_rows(old) == {FIRST: 1}
+    write(warehouse, 0)
+    expire(warehouse, "events", datetime.timedelta(0))
+    with pytest.raises(StorageError, match="It may have expired"):
+        warehouse.day_rows(old)
+    with pytest.raises(StorageError, match="It may have expired"):
+        warehouse.reader(old, ["id"])
