@@ -153,40 +153,37 @@ def compare_pinned(
     source: SnapshotRef,
     then: Sequence[PinnedSource],
     now: Sequence[PinnedSource],
-    columns: Sequence[str],
+    columns: Mapping[str, tuple[str, str]],
     on: Sequence[str],
     days: Mapping[datetime.date, int],
     tolerance: float,
     report: Report = lambda done, total: None,
-    prefix: str = "",
     step: int = 1,
 ) -> ConsistencyResult:
     """Compares the columns that sources add to the same rows in two states of the sources.
 
     Args:
         then, now: The same sources, pinned at two times. A column that none of `then` adds is read from the table.
-        columns: Columns that the sources add.
+        columns: Feature -> its column with the sources of then, and with those of now.
         on: Columns of the table that name a row in the report.
         days: Day of the table -> its rows.
         tolerance: As in `compare`.
         report: Called with (done, total).
-        prefix: Added to the names of the columns in `now`.
         step: 1 compares all rows, 2 every second one of a row group, and so on.
     """
-    pairs = {name: (name, f"{prefix}{name}") for name in columns}
-    names = [list(dict.fromkeys([*(pair[i] for pair in pairs.values()), *on])) for i in range(2)]
+    names = [list(dict.fromkeys([*(pair[i] for pair in columns.values()), *on])) for i in range(2)]
     readers = [open_reader(warehouse, source, names[i], None, (then, now)[i]) for i in range(2)]
     kinds = [readers[i].empty().schema for i in range(2)]
     forms = {
         name: common_form(_column(name), *(kinds[i].field(pair[i]).type for i in range(2)))
-        for name, pair in pairs.items()
+        for name, pair in columns.items()
     }
     differences = {name: ColumnDifferences(name, tolerance) for name in columns}
     done, total = 0, sum(days.values()) // step
     for both in zip(*(_read(reader, days, step) for reader in readers), strict=True):
         keys = [both[1].column(name) for name in on]
         for name, form in forms.items():
-            before, after = (to_form(_column(name), both[i].column(pairs[name][i]), form) for i in range(2))
+            before, after = (to_form(_column(name), both[i].column(columns[name][i]), form) for i in range(2))
             differences[name].add(before, after, keys)
         done += len(both[1])
         report(min(done, total), total)

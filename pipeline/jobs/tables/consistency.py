@@ -106,7 +106,7 @@ def check_pinned(
     for one in then:
         _refuse_changed(one, warehouse, version)
     added = {column for one in then for column in FeatureSource(one, warehouse).schema.names}
-    columns = [column for column in plan.columns if column in added]
+    columns = {column: (column, column) for column in plan.columns if column in added}
     named = on or tuple(dict.fromkeys(column for one in then for column in row_columns(one)))
     table = joined_schema(warehouse, record.snapshot, then, named)
     for column in named:

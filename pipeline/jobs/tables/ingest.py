@@ -18,7 +18,7 @@ from pipeline.extraction.opening import SourceContext, generate_logs
 from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.checks import show_checks, summarize_checks
-from pipeline.jobs.tables.recompute import recompute_features
+from pipeline.jobs.tables.recompute import newest_noted_day, recompute_features
 from pipeline.jobs.workspace import Workspace
 
 
@@ -98,11 +98,12 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         force: Also writes days that the warehouse already has from the same input, and days that lose something. With
             `day`, this is not for event tables.
     """
+    noted = newest_noted_day(workspace)
     events = ingest_event_tables(workspace, force and day is None)
     result = ingest(workspace, () if day is None else (day,), force)
     account = _account(workspace, workspace.config.name, result, workspace.config.source.table)
     written = any(one["status"] == "ok" for one in [account, *events.values()])
-    account["recomputed"] = recompute_features(workspace, result.days_written) if written else None
+    account["recomputed"] = recompute_features(workspace, noted, result.days_written) if written else None
     return account | ({"events": events, "status": "ok" if written else "skipped"} if events else {})
 
 

@@ -2,12 +2,12 @@
 
 import datetime
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.config.files import ROOT
-from pipeline.data.day_notes import DayNote, backfilled_columns, day_notes
+from pipeline.data.day_notes import backfilled_columns, day_notes
 from pipeline.data.joined.source import FeatureSource, PinnedSource, pin_sources
 from pipeline.data.joined.states import note_state, restore_state
 from pipeline.jobs.console import step
@@ -23,51 +23,73 @@ MOST_ROWS = 100_000
 """Rows of the day that are compared at most, evenly spread over it."""
 TOLERANCE = 1e-6
 """Largest difference of equal fractions, relative to the larger one."""
-NOW = "now__"
-"""Prefix of columns as they are computed now. The table may have them under their own names."""
+THEN, NOW = "then__", "now__"
+"""Prefixes of computed columns. The table may have them under their own names."""
 
 
-class _Sources(NamedTuple):
-    """Feature sources of a day, by what can be compared."""
+class NotedDay(NamedTuple):
+    """The newest day of a table before an ingest."""
+
+    day: datetime.date
+    states: Mapping[str, str]
+    """Feature source -> its state when the day was written."""
+
+
+class _Comparison(NamedTuple):
+    """What can be compared of a day's features."""
 
     then: list[PinnedSource]
-    """As they were when the day was written. Columns of the others are in its rows."""
+    """Sources as they were when the day was written."""
     now: list[PinnedSource]
-    """All that are compared, as they are now."""
-    columns: list[str]
-    """Columns to compare."""
+    """Sources as they are now."""
+    columns: dict[str, tuple[str, str]]
+    """Feature -> its column of then, which may be one of the table, and its column of now."""
     lost: list[str]
     """Names of sources whose state of then is lost."""
 
 
-def recompute_features(workspace: Workspace, written: Collection[datetime.date]) -> dict[str, Any] | None:
-    """Compares features of the newest earlier day, as when it was written, with the same features computed now.
+def newest_noted_day(workspace: Workspace) -> NotedDay | None:
+    """Returns the newest day of the table with the noted states of its feature sources. None: nothing to compare."""
+    config, warehouse = workspace.config, workspace.warehouse
+    if config.ingest.checks.changed_share is None or not config.features.sources or config.source.table is not None:
+        return None
+    if not warehouse.has_table(config.name):
+        return None
+    states = {day: note.sources for day, note in day_notes(warehouse, warehouse.current(config.name)).items()}
+    days = [day for day in states if states[day]]
+    return NotedDay(max(days), states[max(days)]) if days else None
+
+
+def recompute_features(
+    workspace: Workspace, noted: NotedDay | None, written: Collection[datetime.date]
+) -> dict[str, Any] | None:
+    """Compares features of a day, as when it was written, with the same features computed now.
 
     An ingest does not fail because of it: what goes wrong is a warning.
 
     Args:
-        written: Days that the ingest has written now.
+        noted: The day before the ingest.
+        written: Days that the ingest has written.
     Returns:
         The result, or None if there is nothing to compare.
     """
-    config = workspace.config
-    if config.ingest.checks.changed_share is None or not config.features.sources or config.source.table is not None:
+    if noted is None:
         return None
     with workspace.best_effort("computing features of an earlier day again"):
-        rows = workspace.warehouse.current(config.name)
-        notes = day_notes(workspace.warehouse, rows)
-        earlier = [day for day, note in notes.items() if note.sources and day not in written]
-        if earlier:
-            return _compare_day(workspace, rows, max(earlier), notes[max(earlier)])
+        return _compare_day(workspace, noted, noted.day in written)
     return None
 
 
 @step("compute features again")
-def _compare_day(workspace: Workspace, rows: SnapshotRef, day: datetime.date, note: DayNote) -> dict[str, Any] | None:
-    """Features of a day when it was written -> their differences from the same features computed now. It only reads."""
-    warehouse = workspace.warehouse
-    plan = build_plan(workspace.config.features, workspace.columns(rows, workspace.config.features.named_columns()))
-    found = _sort_sources(workspace, rows, day, note, plan.columns)
+def _compare_day(workspace: Workspace, noted: NotedDay, rewritten: bool) -> dict[str, Any] | None:
+    """Features of a day when it was written -> their differences from the same features computed now. It only reads.
+
+    Args:
+        rewritten: Whether the day was written again since, so that backfilled columns of then are gone.
+    """
+    warehouse, day = workspace.warehouse, noted.day
+    rows = warehouse.current(workspace.config.name)
+    found = _plan_comparison(workspace, rows, noted, rewritten)
     if found.lost:
         workspace.console.log.info(
             "the state of %s when day %s was written is lost: how often its values change is not measured",
@@ -80,40 +102,42 @@ def _compare_day(workspace: Workspace, rows: SnapshotRef, day: datetime.date, no
     with workspace.console.progress() as progress:
         result = compare_pinned(
             warehouse, rows, found.then, found.now, found.columns, on, {day: count}, TOLERANCE,
-            partial(progress, "compute again"), NOW, math.ceil(count / MOST_ROWS),
+            partial(progress, "compute again"), math.ceil(count / MOST_ROWS),
         )  # fmt: skip
     features = sorted(result.features, key=lambda one: -one["share"])
     return _report(workspace, day, {"day": f"{day}", "rows": result.rows, "features": features, "lost": found.lost})
 
 
-def _sort_sources(
-    workspace: Workspace, rows: SnapshotRef, day: datetime.date, note: DayNote, wanted: Sequence[str]
-) -> _Sources:
-    """Finds the feature sources that have changed since a day was written, and their state of then.
-
-    Args:
-        wanted: Columns that the model reads.
-    """
-    warehouse = workspace.warehouse
-    found = _Sources([], [], [], [])
-    written = backfilled_columns(warehouse, rows).get(day, set())
-    for source in workspace.config.features.sources:
-        if source.name not in note.sources:
+def _plan_comparison(workspace: Workspace, rows: SnapshotRef, noted: NotedDay, rewritten: bool) -> _Comparison:
+    """Finds the features whose source has changed since a day was written, and how to read them as of then."""
+    warehouse, config = workspace.warehouse, workspace.config
+    plan = build_plan(config.features, workspace.columns(rows, config.features.named_columns()))
+    backfilled = set() if rewritten else backfilled_columns(warehouse, rows).get(noted.day, set())
+    found = _Comparison([], [], {}, [])
+    for source in config.features.sources:
+        if source.name not in noted.states:
             continue
         [now] = pin_sources([source], ROOT, warehouse)
-        columns = [name for name in FeatureSource(now, warehouse).schema.names if name in wanted]
-        if source.stored:
-            columns = [name for name in columns if name in written]
-        if not columns or note.sources[source.name] == note_state(now):
+        columns = [name for name in FeatureSource(now, warehouse).schema.names if name in plan.columns]
+        if not columns or noted.states[source.name] == note_state(now):
             continue
-        then = None if source.stored else restore_state(now, note.sources[source.name], warehouse)
-        if then is None and not source.stored:
+        in_rows = [name for name in columns if source.stored and name in backfilled]
+        then = None if in_rows else restore_state(now, noted.states[source.name], warehouse)
+        if then is not None:
+            found.then.append(_add_prefix(then, THEN))
+        elif not in_rows:
             found.lost.append(source.place)
             continue
-        found.then.extend([] if then is None else [then])
-        found.now.append(now.model_copy(update={"source": source.model_copy(update={"prefix": NOW + source.prefix})}))
-        found.columns.extend(columns)
+        found.now.append(_add_prefix(now, NOW))
+        read = in_rows or [f"{THEN}{name}" for name in columns]
+        found.columns.update({name: (of, f"{NOW}{name}") for name, of in zip(in_rows or columns, read, strict=True)})
     return found
+
+
+def _add_prefix(pinned: PinnedSource, prefix: str) -> PinnedSource:
+    """Returns a source whose columns have another prefix."""
+    source = pinned.source
+    return pinned.model_copy(update={"source": source.model_copy(update={"prefix": f"{prefix}{source.prefix}"})})
 
 
 def _report(workspace: Workspace, day: datetime.date, result: dict[str, Any]) -> dict[str, Any]:

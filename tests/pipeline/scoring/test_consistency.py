@@ -176,14 +176,18 @@ def test_sources_at_two_times_are_compared(warehouse):
     write_events(warehouse, np.sort(np.concatenate([before, late])), "b")
     now = pin_sources(sources(), Path("/"), warehouse)
     rows, columns = warehouse.day_rows(reference), ["seen_item", "seen_count_86400"]
-    found = compare_pinned(warehouse, reference, then, now, columns, ["user", "at"], rows, 0.0)
+    found = compare_pinned(
+        warehouse, reference, then, now, {name: (name, name) for name in columns}, ["user", "at"], rows, 0.0
+    )
     one, two = (served_rows(warehouse, seconds) for seconds in (before, np.sort(np.concatenate([before, late]))))
     for name, summary in zip(columns, found.features, strict=True):
         pairs = list(zip(one.column(name).to_pylist(), two.column(name).to_pylist(), strict=True))
         assert summary["differing"] == sum(a != b for a, b in pairs) > 0
         assert summary["rows"] == found.rows == DAYS * ROWS
         assert all(key[0] == "0" for keys in summary["examples"].values() for key in keys)
-    same = compare_pinned(warehouse, reference, now, now, columns, ["user", "at"], rows, 0.0)
+    same = compare_pinned(
+        warehouse, reference, now, now, {name: (name, name) for name in columns}, ["user", "at"], rows, 0.0
+    )
     assert not any(summary["differing"] for summary in same.features)
 
 

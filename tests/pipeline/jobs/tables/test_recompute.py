@@ -102,6 +102,25 @@ def test_an_ingest_measures_how_often_features_of_the_day_before_change(
     assert (again["status"], again["recomputed"]) == ("skipped", None)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_day_that_is_written_again_is_compared_with_its_first_state(
+    open_: Open, tmp_path: Path, stored: bool
+) -> None:
+    """The newest day gets more rows with the late events, as when late outcomes arrive."""
+    ingest_days(open_(stored=stored), None, force=False)
+    rows = [pd.read_parquet(tmp_path / "rows/2.parquet"), draw(2, 40, 55, label=np.arange(40) % 2, num=0.5)]
+    pd.concat(rows).to_parquet(tmp_path / "rows/2.parquet")
+    before = compute(tmp_path, 2)
+    draw(2, 9, 99).to_parquet(tmp_path / "log/2-late.parquet")
+    done = ingest_days(open_(stored=stored), None, force=False)
+    pairs = list(zip(before, compute(tmp_path, 2), strict=True))
+    assert (done["days_written"], done["recomputed"]["day"], done["recomputed"]["rows"]) == (1, "2024-01-02", 340)
+    assert {one["feature"]: one["differing"] for one in done["recomputed"]["features"]} == {
+        "seen_item": sum(one[0] != two[0] for one, two in pairs),
+        "n_count_7200": sum(one[1] != two[1] for one, two in pairs),
+    }
+
+
 def test_days_of_the_log_that_no_row_saw_change_nothing(open_: Open, tmp_path: Path) -> None:
     """The usual night: a new day of both, and no late event."""
     ingest_days(open_(), None, force=False)
