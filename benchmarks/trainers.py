@@ -73,6 +73,8 @@ class StepShape:
 
 LANES = ("ours_lanes_2", "ours_lanes_4", "ours_lanes_8")
 """Contestants that train in as many lanes; `benchmarks/lanes.py` compares them with `ours`."""
+CHOOSING = "ours_choosing_threads"
+"""Contestant that chooses its threads while it trains; `benchmarks/busy.py` compares it with `ours`."""
 SHAPES = {
     "lists": StepShape(),
     "single": StepShape(ids=1),
@@ -266,7 +268,7 @@ def ours(shape: StepShape, rank: int, ranks: int, device: torch.device, **settin
     """Our trainer, step by step."""
     config = TrainConfig(
         world_size=ranks, batch_rows=shape.batch_rows, table_learning_rate=TABLE_RATE, device=device.type,
-        sharding="table_wise", **settings,
+        sharding="table_wise", **({"threads_per_rank": torch.get_num_threads()} | settings),
     )  # fmt: skip
     bags = [SparseFeature(name, name, shape.rows, "sum") for name in names(shape)]
     model = DLRM(DLRMConfig(embedding_width=shape.width, bottom_mlp=BOTTOM, top_mlp=TOP), DENSE, bags, "meta")
@@ -293,6 +295,7 @@ CONTESTANTS: dict[str, Callable[..., Callable[[], None]]] = {
     "ours_compiled": partial(ours, compile=True),
     "ours_bf16": partial(ours, dense_precision="bf16"),
     "ours_bf16_compiled": partial(ours, dense_precision="bf16", compile=True),
+    CHOOSING: partial(ours, threads_per_rank=None),
     **{name: partial(ours, lanes=int(name.removeprefix("ours_lanes_"))) for name in LANES},
 }
 ON_RANKS = [name for name in CONTESTANTS if not name.startswith("pytorch")]

@@ -27,6 +27,7 @@ from benchmarks.machine import ROOT, describe_machine, machine, say
 from benchmarks.service import wait_for
 from benchmarks.trainers import (
     BOTTOM,
+    CHOOSING,
     CONTESTANTS,
     DENSE,
     LANES,
@@ -84,7 +85,7 @@ def main(words: Sequence[str]) -> None:
 def measure(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """Measures all passes, round by round, and returns the figures."""
     facts, cores = machine(PACKAGES), len(os.sched_getaffinity(0))
-    everyone = [name for name in CONTESTANTS if name not in LANES]  # they have a benchmark of their own
+    everyone = [name for name in CONTESTANTS if name not in (*LANES, CHOOSING)]  # they have other benchmarks
     runs = [(shape, name, 1) for shape in shapes for name in (everyone if shape == FIRST else SOME)]
     runs += [(FIRST, name, cores) for name in everyone if name in ON_RANKS and FIRST in shapes and cores > 1]
     passes: dict[tuple[str, str, int], list[float]] = {run: [] for run in runs}
