@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pipeline.data.differences import ColumnDifferences, common_form, to_form
 from pipeline.data.files import CSV, address_of, find_files, stamp
 from pipeline.data.joined.raw import RawRows
-from pipeline.data.joined.reader import Reader, joined_schema, open_reader
+from pipeline.data.joined.reader import FeatureJoinReader, Reader, joined_schema, open_reader
 from pipeline.data.joined.source import PinnedSource
 from pipeline.errors import ConfigError, DataError, StorageError
 from pipeline.transforms.schema import unknown_column
@@ -158,6 +158,7 @@ def compare_pinned(
     days: Mapping[datetime.date, int],
     tolerance: float,
     report: Report = lambda done, total: None,
+    say: Callable[[str], object] = lambda sentence: None,
     step: int = 1,
 ) -> ConsistencyResult:
     """Compares the columns that sources add to the same rows in two states of the sources.
@@ -169,10 +170,14 @@ def compare_pinned(
         days: Day of the table -> its rows.
         tolerance: As in `compare`.
         report: Called with (done, total).
+        say: Gets a line before a source is sorted, and one after it.
         step: 1 compares all rows, 2 every second one of a row group, and so on.
     """
     names = [list(dict.fromkeys([*(pair[i] for pair in columns.values()), *on])) for i in range(2)]
     readers = [open_reader(warehouse, source, names[i], None, (then, now)[i]) for i in range(2)]
+    for reader in readers:
+        if isinstance(reader, FeatureJoinReader):
+            reader.sort_sources(say)
     kinds = [readers[i].empty().schema for i in range(2)]
     forms = {
         name: common_form(_column(name), *(kinds[i].field(pair[i]).type for i in range(2)))

@@ -116,7 +116,8 @@ def check_pinned(
     days = days_between(_recorded_days(record, warehouse), start, end, f"days of version {version}")
     with workspace.console.progress() as progress:
         report = partial(progress, "compare")
-        found = compare_pinned(warehouse, record.snapshot, then, now, columns, named, days, tolerance, report)
+        say = workspace.console.log.info
+        found = compare_pinned(warehouse, record.snapshot, then, now, columns, named, days, tolerance, report, say)
     return list(days), found
 
 

@@ -102,7 +102,7 @@ def _compare_day(workspace: Workspace, noted: NotedDay, rewritten: bool) -> dict
     with workspace.console.progress() as progress:
         result = compare_pinned(
             warehouse, rows, found.then, found.now, found.columns, on, {day: count}, TOLERANCE,
-            partial(progress, "compute again"), math.ceil(count / MOST_ROWS),
+            partial(progress, "compute again"), workspace.console.log.info, math.ceil(count / MOST_ROWS),
         )  # fmt: skip
     features = sorted(result.features, key=lambda one: -one["share"])
     return _report(workspace, day, {"day": f"{day}", "rows": result.rows, "features": features, "lost": found.lost})
