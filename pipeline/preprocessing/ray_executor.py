@@ -210,7 +210,7 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
         object_store_memory=max(OBJECT_STORE_SHARE * config.memory, SMALLEST_STORE_BYTES),
         runtime_env={"env_vars": VARIABLES | {"PYTHONPATH": str(PACKAGES)}},
         _temp_dir=temporary,
-        _system_config=LOCAL_RAY,
+        _system_config=dict(LOCAL_RAY),  # Ray writes into it
         **QUIET,
     )
 

@@ -322,7 +322,7 @@ def _cluster(address: str | None, processors: int) -> Iterator[None]:
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
                 runtime_env={"env_vars": variables}, _temp_dir=temporary.name, _node_ip_address="127.0.0.1",
-                _system_config=LOCAL_RAY, **quiet,
+                _system_config=dict(LOCAL_RAY), **quiet,
             )  # fmt: skip
         yield
     finally:

@@ -13,6 +13,7 @@ import pytest
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
+from pipeline.process import LOCAL_RAY
 from tests.pipeline.preprocessing.reference import CONFIG, alone, client, eventually, order_hash, source_of
 
 pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
@@ -41,6 +42,18 @@ def test_fault_14_and_15_actors_are_killed_and_stopped(data: DataSpec, tmp_path:
         eventually(lambda: service.totals.restarts >= 1)
     left = lambda: {p.pid for p in psutil.Process().children(recursive=True)} - before  # noqa: E731
     eventually(lambda: not left(), 90.0, "processes of Ray are left")
+
+
+@pytest.mark.slow
+def test_a_process_starts_one_cluster_after_another(data: DataSpec, tmp_path: Path) -> None:
+    """Ray writes the folder of a cluster into the settings that it is given, and the folder goes with the cluster."""
+    config = CONFIG.model_copy(update={"executor": "ray", "workers": 1})
+    hashes, settings = [], dict(LOCAL_RAY)
+    for number in range(2):
+        with Service({"days": data}, config, tmp_path / f"{number}") as service:
+            hashes.append(order_hash(client(source_of(service), data).batches()))
+    assert hashes == [order_hash(alone(data).batches())] * 2
+    assert settings == LOCAL_RAY
 
 
 def sent(number: int, pids: list[int]) -> bool:

@@ -75,7 +75,7 @@ def cluster() -> Iterator[Any]:
     store = {"object_store_memory": 128 << 20}
     made = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": LOCAL_RAY, **store},
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": dict(LOCAL_RAY), **store},
     )
     for name in ("one", "two"):
         made.add_node(num_cpus=1, resources={name: 1}, **store)
