@@ -49,7 +49,7 @@ STRAGGLER_SECONDS = 1.0
 """Work that takes less than this is never given to a second worker."""
 CACHE_WARNINGS = {
     "damaged": "the cache of columns had a damaged entry; it was removed, and its columns are made again",
-    "unwritten": "the cache of columns cannot be written: the disk is full or read-only; the run goes on without it",
+    "unwritten": "the disk is full or read-only. The run continues and caches no more columns",
 }
 """Trouble with the cache -> what to say the first time."""
 WORKERS_FILE, QUARANTINE_FILE = "workers.json", "quarantine.jsonl"
