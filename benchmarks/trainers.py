@@ -3,8 +3,7 @@
     python -m benchmarks.trainers --contestant ours --shape lists
 
 A pass builds the model, makes a few steps to warm up, and then times the steps. With `--ranks 2` each rank is a process
-with one thread, and its batch is its share of the global one. With `--device cuda` a step starts with its batch in host
-memory and ends when the device is idle.
+with one thread, and its batch is its share of the global one.
 """
 
 import argparse
@@ -17,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,7 +47,6 @@ from pipeline.forkserver import start_process
 from pipeline.process import LIBRARY_ENVIRONMENT
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.model import shard_model
-from pipeline.training.tables.prefetch import with_next
 from pipeline.training.trainer import Trainer
 
 WARM_UP, BATCHES = 4, 6
@@ -98,12 +96,17 @@ class Rows(Pipelineable):
         moved = [part.to(device, non_blocking=non_blocking) for part in (self.dense, self.sparse, self.labels)]
         return Rows(*moved)
 
+    def pin_memory(self) -> "Rows":
+        """Copies the batch to page-locked memory."""
+        return Rows(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+
     def record_stream(self, stream: Any) -> None:
         """Marks the batch as used by another CUDA stream than the one that made it."""
         for part in (self.dense, self.sparse, self.labels):
             part.record_stream(stream)
 
 
+@lru_cache(maxsize=1)  # drawing ten million ids takes seconds
 def batches(shape: StepShape, rank: int = 0, ranks: int = 1, count: int = BATCHES) -> list[Rows]:
     """Returns this rank's share of the global batches. Ids follow Zipf's law and are spread over the rows."""
     random = np.random.default_rng(1)
@@ -170,8 +173,14 @@ def _mlp(inputs: int, sizes: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def torchrec(shape: StepShape, rank: int, ranks: int, device: torch.device, pipeline: type) -> Callable[[], None]:
-    """A single-file TorchRec loop: fused row-wise Adagrad, the default plan without data_parallel tables, and Adam."""
+def torchrec(
+    shape: StepShape, rank: int, ranks: int, device: torch.device, pipeline: type, pinned: bool = False
+) -> Callable[[], None]:
+    """A single-file TorchRec loop: fused row-wise Adagrad, the default plan without data_parallel tables, and Adam.
+
+    Args:
+        pinned: Batches lie in page-locked memory, as if a loader had copied them there at no cost.
+    """
     configs = [
         EmbeddingBagConfig(name=name, num_embeddings=shape.rows, embedding_dim=shape.width, feature_names=[name])
         for name in names(shape)
@@ -187,7 +196,8 @@ def torchrec(shape: StepShape, rank: int, ranks: int, device: torch.device, pipe
     whole = DistributedModelParallel(model, env=env, device=device, plan=plan)
     rest = [value for name, value in whole.named_parameters() if "tables" not in name]
     steps = pipeline(whole, torch.optim.Adam(rest, lr=DENSE_RATE), device)
-    endless = _endless(batches(shape, rank, ranks))
+    made = batches(shape, rank, ranks)
+    endless = _endless([one.pin_memory() for one in made] if pinned else made)
     return lambda: steps.progress(endless)
 
 
@@ -273,20 +283,19 @@ def ours(shape: StepShape, rank: int, ranks: int, device: torch.device, **settin
     bags = [SparseFeature(name, name, shape.rows, "sum") for name in names(shape)]
     model = DLRM(DLRMConfig(embedding_width=shape.width, bottom_mlp=BOTTOM, top_mlp=TOP), DENSE, bags, "meta")
     whole, _ = shard_model(model, config, device, seed=1, half_width=None)
-    trainer = Trainer(whole, config, lambda position: iter(()), None, Path(), lambda event: None, 1, device)
-    endless = _endless(
-        [
-            Batch(one.dense, one.sparse, one.labels, torch.ones_like(one.labels), Position(), shape.batch_rows)
-            for one in batches(shape, rank, ranks)
-        ]
-    )
-    steps = with_next(batch.to(device) for batch in endless)
+    made = [
+        Batch(one.dense, one.sparse, one.labels, torch.ones_like(one.labels), Position(), shape.batch_rows)
+        for one in batches(shape, rank, ranks)
+    ]
+    trainer = Trainer(whole, config, lambda position: _endless(made), None, Path(), lambda event: None, 1, device)
+    steps = trainer.steps()
     return lambda: trainer.train_step(*next(steps))
 
 
 CONTESTANTS: dict[str, Callable[..., Callable[[], None]]] = {
     "torchrec_base": partial(torchrec, pipeline=TrainPipelineBase),
     "torchrec_sparse_dist": partial(torchrec, pipeline=TrainPipelineSparseDist),
+    "torchrec_sparse_dist_pinned": partial(torchrec, pipeline=TrainPipelineSparseDist, pinned=True),
     "pytorch_sgd": partial(pytorch, rowwise=False),
     "pytorch_rowwise_adagrad": partial(pytorch, rowwise=True),
     "ours_fbgemm": partial(ours, embedding_kernel="fbgemm"),
@@ -296,8 +305,11 @@ CONTESTANTS: dict[str, Callable[..., Callable[[], None]]] = {
     "ours_bf16": partial(ours, dense_precision="bf16"),
     "ours_bf16_compiled": partial(ours, dense_precision="bf16", compile=True),
     CHOOSING: partial(ours, threads_per_rank=None),
+    "ours_without_graph": partial(ours, cuda_graph=False),
     **{name: partial(ours, lanes=int(name.removeprefix("ours_lanes_"))) for name in LANES},
 }
+ON_CUDA = ("torchrec_sparse_dist_pinned", "ours_without_graph")
+"""Contestants that differ from others on CUDA alone; see `benchmarks/cuda.py`."""
 ON_RANKS = [name for name in CONTESTANTS if not name.startswith("pytorch")]
 """Contestants that train on several ranks."""
 
@@ -324,26 +336,15 @@ def run_in_processes(contestant: str, shape: str, ranks: int, threads: int, step
     return max(float(json.loads(output.splitlines()[-1])["seconds"]) for output in outputs)
 
 
-def one_pass(contestant: str, shape: StepShape, ranks: int, steps: int, kind: str = "cpu") -> dict[str, float]:
+def one_pass(contestant: str, shape: StepShape, ranks: int, steps: int) -> dict[str, float]:
     """Returns the median seconds of this rank's steps, and of the build and warm-up."""
     rank = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(1)
     meeting = os.environ.get("DLRM_MEETING") or tempfile.mkdtemp() + "/store"
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     begun = time.perf_counter()
-    one = CONTESTANTS[contestant](shape, rank, ranks, device)
-
-    def step() -> None:
-        one()
-        if kind == "cuda":
-            torch.cuda.synchronize()
-
+    step = CONTESTANTS[contestant](shape, rank, ranks, torch.device("cpu"))
     for _ in range(WARM_UP):
         step()
     warm = time.perf_counter() - begun
@@ -363,7 +364,6 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--contestant", choices=CONTESTANTS, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="lists")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--batch-rows", type=int, help="rows of a global batch instead of the shape's")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args(words)
@@ -371,7 +371,7 @@ def main(words: Sequence[str]) -> None:
     warnings.filterwarnings("ignore")
     shape = SHAPES[options.shape]
     shape = replace(shape, batch_rows=options.batch_rows or shape.batch_rows)
-    print(json.dumps(one_pass(options.contestant, shape, options.ranks, options.steps, options.device)))
+    print(json.dumps(one_pass(options.contestant, shape, options.ranks, options.steps)))
 
 
 if __name__ == "__main__":

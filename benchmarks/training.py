@@ -31,6 +31,7 @@ from benchmarks.trainers import (
     CONTESTANTS,
     DENSE,
     LANES,
+    ON_CUDA,
     ON_RANKS,
     SHAPES,
     TOP,
@@ -85,7 +86,7 @@ def main(words: Sequence[str]) -> None:
 def measure(shapes: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """Measures all passes, round by round, and returns the figures."""
     facts, cores = machine(PACKAGES), len(os.sched_getaffinity(0))
-    everyone = [name for name in CONTESTANTS if name not in (*LANES, CHOOSING)]  # they have other benchmarks
+    everyone = [name for name in CONTESTANTS if name not in (*LANES, CHOOSING, *ON_CUDA)]  # they have other benchmarks
     runs = [(shape, name, 1) for shape in shapes for name in (everyone if shape == FIRST else SOME)]
     runs += [(FIRST, name, cores) for name in everyone if name in ON_RANKS and FIRST in shapes and cores > 1]
     passes: dict[tuple[str, str, int], list[float]] = {run: [] for run in runs}
@@ -150,12 +151,17 @@ def from_files(table: WideTable, rounds: int) -> dict[str, Any]:
 
 
 def _run_training(table: WideTable, files: bool) -> dict[str, float]:
-    """Returns the speed of a short training, from files or on batches that the rank reads before it starts."""
     training = TrainConfig(
         world_size=1, batch_rows=4_096, threads_per_rank=1, device="cpu", checkpoint_every_steps=None,
         max_steps=FILE_STEPS,
     )  # fmt: skip
-    preprocessing = PreprocessingConfig(workers=1, shuffle_window_rows=FILE_WINDOW_ROWS)
+    return run_training(table, training, PreprocessingConfig(workers=1, shuffle_window_rows=FILE_WINDOW_ROWS), files)
+
+
+def run_training(
+    table: WideTable, training: TrainConfig, preprocessing: PreprocessingConfig, files: bool
+) -> dict[str, float]:
+    """Returns the speed of a training by one rank, from files or on batches that the rank reads before it starts."""
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = Path(temporary)
         spec = RankSpec(
@@ -165,7 +171,7 @@ def _run_training(table: WideTable, files: bool) -> dict[str, float]:
         if not files:
             return _ranks("benchmarks.memory_rank", spec, folder)
         with Service({"train": table.spec}, preprocessing, folder / "service") as service:
-            wait_for(1, folder / "service" / WORKERS_FILE)
+            wait_for(preprocessing.workers, folder / "service" / WORKERS_FILE)
             return _ranks("pipeline.jobs.training.rank", spec.model_copy(update={"service": service.address}), folder)
 
 

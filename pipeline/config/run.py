@@ -45,6 +45,7 @@ EXECUTION_KEYS = {
         "resources",
         "labels",
         "send_ids_ahead",
+        "cuda_graph",
         "device",
         "threads_per_rank",
         "log_every_steps",

@@ -1,6 +1,7 @@
 """The trainer's resumable iterator over the batches of an epoch. Only the seed decides their order."""
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -230,6 +231,8 @@ class InlineSource:
             self.temporary = ScratchFolder("dlrm-inline-")
             folder = Path(self.temporary.name)
         self.master = Master(data, config, folder, warn)
+        self.lock = threading.Lock()
+        """Held while the master works: a rank on CUDA reads training batches ahead in a thread while it validates."""
 
     def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Returns this rank alone.
@@ -246,21 +249,25 @@ class InlineSource:
 
     def groups(self, request: Request, rank: int) -> Deliveries:
         """See `BatchSource`."""
-        stream = self.master.open(request)
+        with self.lock:
+            stream = self.master.open(request)
         number = 0
         try:
             while True:
-                while (group := self.master.get_group(stream, number)) is None:
-                    if stream.ended(number):
-                        return stream.lost
-                    self.master.step(timeout=0)
-                stream.take(number)
+                with self.lock:
+                    while (group := self.master.get_group(stream, number)) is None:
+                        if stream.ended(number):
+                            return stream.lost
+                        self.master.step(timeout=0)
+                    stream.take(number)
                 assert group.memory is not None
                 yield group.notes, group.memory
-                stream.release(rank, number)
+                with self.lock:
+                    stream.release(rank, number)
                 number += 1
         finally:
-            self.master.close_stream(stream)
+            with self.lock:
+                self.master.close_stream(stream)
 
 
 class Client:

@@ -21,6 +21,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position, Times
 from pipeline.errors import TrainingError
 from pipeline.training.config import TrainConfig
+from pipeline.training.graph import DenseGraph, build_graph
 from pipeline.training.lanes import Lanes, lane_seed, one_thread
 from pipeline.training.loss import logits_of, loss_sums
 from pipeline.training.optim import (
@@ -31,6 +32,7 @@ from pipeline.training.optim import (
     dense_parameters,
     replicated_tables,
 )
+from pipeline.training.staging import move_batches
 from pipeline.training.state import checkpoint
 from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.averaging import WeightAverage
@@ -91,6 +93,7 @@ class Trainer:
         self.rates = LearningRates(model, self.optimizer, config, self.replicated)
         self.dense = [parameter for _, parameter in dense_parameters(model)]
         self.lanes = None if config.lanes is None else Lanes(model, config, self.dense)
+        self.graph = build_graph(model, config, self.dense, device)
         self.threads = choose_threads(model, config, device, self.report_threads)
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
         several = config.sync == "synchronous" and dist.get_world_size() > 1
@@ -141,7 +144,7 @@ class Trainer:
 
     def steps(self) -> Iterator[tuple[Batch, Batch | None]]:
         """Yields the remaining batches of the epoch, each with the next batch if its ids are prefetched."""
-        batches = (batch.to(self.device) for batch in self.batches(self.progress.position))
+        batches = move_batches(self.batches(self.progress.position), self.device, self.model)
         if self.lanes is not None:  # a list that rows share adds their gradients first, but only if they share a rank
             batches = (batch.plain for batch in batches)
         return ((batch, None) for batch in batches) if self.prefetcher is None else with_next(batches)
@@ -182,11 +185,13 @@ class Trainer:
             self.replicated.zero_grad()
         if self.prefetcher is not None:
             self.prefetcher.announce(coming)
-        if self.lanes is None:
-            self.train_whole(batch)
-        else:
+        if self.lanes is not None:
             with one_thread():
                 self.train_lanes(batch, self.lanes)
+        elif self.graph is not None and self.graph.fits(batch):
+            self.train_graph(batch, self.graph)
+        else:
+            self.train_whole(batch)
         self.times.append(batch.times)
         self.recent.append(time.perf_counter() - start)
         self.step_seconds += self.recent[-1]
@@ -213,6 +218,18 @@ class Trainer:
         if not self.skips(losses.detach()):
             self.update(losses, batch)
             self.window += loss_sums(logits.detach(), losses.detach(), batch.labels, batch.weights)
+
+    def train_graph(self, batch: Batch, graph: DenseGraph) -> None:
+        """Trains the rows as `train_whole` does, with the dense part as one CUDA graph."""
+        pooled_BFE = graph.inner.pool(batch.sparse)
+        if self.prefetcher is not None:
+            self.prefetcher.send()
+        results = graph.differentiate(pooled_BFE, batch)
+        if not self.skips(results.losses):
+            pooled_BFE.backward(results.pooled_gradient_BFE)  # updates the tables
+            graph.set_gradients(results)
+            self.update_dense()
+            self.window += results.sums
 
     def train_lanes(self, batch: Batch, lanes: Lanes) -> None:
         """Trains this rank's rows lane by lane."""
@@ -551,8 +568,7 @@ def evaluate_sums(
     if config.lanes is not None:
         total = Lanes(model, config, ()).evaluate(batches)
     else:
-        for batch in batches:
-            batch = batch.to(device)
+        for batch in move_batches(batches, device, model):
             logits = logits_of(model, batch, config)
             losses = F.binary_cross_entropy_with_logits(logits, batch.labels, weight=batch.weights, reduction="none")
             total += loss_sums(logits, losses, batch.labels, batch.weights)

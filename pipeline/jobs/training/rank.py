@@ -513,6 +513,7 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
         os.environ.setdefault(*DETERMINISTIC)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or config.threads_per_rank or 1))
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # takes time
     if not dist.is_initialized():
         place, limit = (rank, config.world_size), datetime.timedelta(minutes=30)
         store = next(dist.rendezvous(find_meeting(), *place, timeout=limit))[0]
