@@ -171,8 +171,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Compiles everything except the tables (torch.compile, needs a C++ compiler). This takes about a minute and pays
     off in long trainings."""
     cuda_graph: bool = True
-    """On CUDA, launches everything except the tables and the optimizers as one CUDA graph. Results of one rank are the
-    same bit for bit. Without effect with dropout or shared lists (`deduplicate`)."""
+    """On CUDA, a rank that trains alone launches everything except the tables and the optimizers as one CUDA graph.
+    Results are the same bit for bit. Without effect with dropout, shared lists (`deduplicate`) or several ranks."""
     vector_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Data type of the pooled vectors that ranks exchange; gloo does not support bf16."""
     gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"

@@ -22,21 +22,20 @@ class DenseResults(NamedTuple):
 
     Shapes:
         losses: weighted losses, float32 [B]. sums: see `loss_sums`, float64 [4]. pooled_gradient_BFE: gradient of the
-        loss, float32 [B, F, E]. gradients_P: those of the dense parameters, one after another, float32 [P].
+        loss, float32 [B, F, E]. gradients: those of the dense parameters.
     """
 
     losses: torch.Tensor
     sums: torch.Tensor
     pooled_gradient_BFE: torch.Tensor
-    gradients_P: torch.Tensor
+    gradients: tuple[torch.Tensor, ...]
 
 
 class DenseGraph:
     """Forward and backward pass of everything but the tables, captured as a CUDA graph.
 
     In a small step most time goes into launching kernels one by one. The graph launches the same kernels, so results
-    are the same bit for bit. It is captured for the first batch and takes batches of as many rows. DDP is passed by:
-    `set_gradients` averages over the ranks.
+    are the same bit for bit. It is captured for the first whole batch and takes batches of as many rows.
 
     Args:
         dense: All parameters except the tables. Their memory must stay where it is.
@@ -46,14 +45,18 @@ class DenseGraph:
 
     def __init__(self, model: DistributedModelParallel, config: TrainConfig, dense: list[nn.Parameter]) -> None:
         self.inner: Any = get_unwrapped_module(model)
-        self.config, self.dense, self.ranks = config, dense, dist.get_world_size()
+        self.config, self.dense = config, dense
         self.inputs: list[torch.Tensor] = []
         """Memory of the graph's inputs: pooled vectors, dense columns, labels, weights. Empty before the capture."""
         self.replay: Callable[[], DenseResults] = self._capture
 
     def fits(self, batch: Batch) -> bool:
         """Whether the graph takes this batch."""
-        return batch.shared is None and (not self.inputs or self.inputs[1].shape == batch.dense.shape)
+        if batch.shared is not None:
+            return False
+        if not self.inputs:  # the last batch of an epoch is smaller
+            return batch.global_rows == self.config.batch_rows
+        return self.inputs[1].shape == batch.dense.shape
 
     def differentiate(self, pooled_BFE: torch.Tensor, batch: Batch) -> DenseResults:
         """Returns losses and gradients of the batch.
@@ -62,7 +65,7 @@ class DenseGraph:
             pooled_BFE: pooled vectors of the tables, float32 [B, F, E].
         """
         given = [pooled_BFE.detach(), batch.dense, batch.labels, batch.weights]
-        scale = self.ranks / batch.whole
+        scale = 1.0 / batch.whole
         if not self.inputs:
             self.inputs = [tensor.clone() for tensor in given]
             self.scales, self.scale = torch.full_like(batch.labels, scale), scale
@@ -72,14 +75,6 @@ class DenseGraph:
             self.scales.fill_(scale)
             self.scale = scale
         return self.replay()
-
-    def set_gradients(self, results: DenseResults) -> None:
-        """Gives the dense parameters their gradients, averaged over the ranks."""
-        if self.ranks > 1:
-            dist.all_reduce(results.gradients_P)
-        pieces = results.gradients_P.split([parameter.numel() for parameter in self.dense])
-        for parameter, piece in zip(self.dense, pieces, strict=True):
-            parameter.grad = piece.view_as(parameter)
 
     def _capture(self) -> DenseResults:
         beside = torch.cuda.Stream()
@@ -107,16 +102,17 @@ class DenseGraph:
         losses = F.binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="none")
         *dense, of_vectors = torch.autograd.grad(losses, [*self.dense, pooled_BFE], self.scales)
         sums = loss_sums(logits.detach(), losses.detach(), labels, weights)
-        gradients_P = torch.cat([gradient.reshape(-1) for gradient in dense])
-        return DenseResults(losses.detach(), sums, of_vectors, gradients_P.div_(self.ranks))
+        return DenseResults(losses.detach(), sums, of_vectors, tuple(dense))
 
 
 def build_graph(
     model: DistributedModelParallel, config: TrainConfig, dense: list[nn.Parameter], device: torch.device
 ) -> DenseGraph | None:
-    """Returns the graph of a rank on CUDA. None: its steps launch kernels one by one.
+    """Returns the graph of a rank that trains alone on CUDA. None: its steps launch kernels one by one.
 
-    Dropout draws new numbers at every step, which a graph would not.
+    Dropout draws new numbers at every step, which a graph would not. DDP, which averages the gradients of several
+    ranks, makes the default stream wait for every backward pass. A capture forbids that.
     """
     draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
-    return DenseGraph(model, config, dense) if device.type == "cuda" and config.cuda_graph and not draws else None
+    fitting = device.type == "cuda" and dist.get_world_size() == 1 and not draws
+    return DenseGraph(model, config, dense) if fitting and config.cuda_graph else None

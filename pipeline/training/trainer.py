@@ -222,12 +222,11 @@ class Trainer:
     def train_graph(self, batch: Batch, graph: DenseGraph) -> None:
         """Trains the rows as `train_whole` does, with the dense part as one CUDA graph."""
         pooled_BFE = graph.inner.pool(batch.sparse)
-        if self.prefetcher is not None:
-            self.prefetcher.send()
         results = graph.differentiate(pooled_BFE, batch)
         if not self.skips(results.losses):
             pooled_BFE.backward(results.pooled_gradient_BFE)  # updates the tables
-            graph.set_gradients(results)
+            for parameter, gradient in zip(self.dense, results.gradients, strict=True):
+                parameter.grad = gradient
             self.update_dense()
             self.window += results.sums
 
