@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import trainers, training
+from benchmarks import cuda, trainers, training
 from benchmarks.trainers import CONTESTANTS, LANES, ON_CUDA, StepShape, batches
 from benchmarks.wide_table import wide_table
 from pipeline.characterization.machine import Machine
@@ -94,3 +94,18 @@ def test_the_command_measures_its_contestants(
     assert figures["slowest_speedup"] == figures["speedups"]["tiny"] > 0
     assert figures["files_ratio"] > 0
     assert "| tiny | ours | 1 |" in training.as_text(figures)
+
+
+def test_floors_of_a_step_on_cuda_count_what_it_must_do() -> None:
+    """One row, two tables of one id each: every product, row and byte counted by hand."""
+    shape = StepShape(tables=2, rows=50, width=8, batch_rows=1, ids=1)
+    rates = {"fp32_gflops": 0.2, "bf16_gflops": 0.4, "read_gb_per_second": 1e-4, "send_gb_per_second": 5e-5}
+    weights = 13 * 512 + 512 * 256 + 256 * 8 + (3 + 8) * 512 + 512 * 256 + 256 * 1
+    products = 6 * weights + 4 * 3 * 3 * 8  # three vectors: all pairs, forward and backward
+    sent = 4 * (2 + 2 + 13 + 1 + 1)  # ids, lengths, numbers, label, weight
+    assert cuda.floors(shape, rates) == {
+        "fp32 products": round(1e-6 * products / 0.2, 3),
+        "bf16 products": round(1e-6 * products / 0.4, 3),
+        "tables": round(1e-6 * (2 + 2 * 2) * 8 * 4 / 1e-4, 3),
+        "copy": round(1e-6 * sent / 5e-5, 3),
+    }
