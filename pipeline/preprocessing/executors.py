@@ -23,7 +23,6 @@ from pipeline.preprocessing.memory import (
     PrivateWriter,
     Segment,
     SegmentNote,
-    SharedWriter,
     Slabs,
     Writer,
     copy_to_segment,
@@ -396,6 +395,13 @@ def parse_task(message: wire.Message, descriptors: Sequence[int]) -> tuple[Task,
     return task, inputs
 
 
+class WorkerSlabs:
+    """The shared memory that a worker writes to."""
+
+    def __init__(self) -> None:
+        self.splits, self.batches = Slabs(), Slabs()
+
+
 def serve(connection: socket.socket) -> None:
     """Runs a worker: receives work and sends results until the other side is gone."""
     import pyarrow as pa
@@ -409,7 +415,7 @@ def serve(connection: socket.socket) -> None:
         worker.warm_up()
     shelf = open_shelf(first[0].get("network"))
     location = None if shelf is None else shelf.address.location
-    slabs = {"split": Slabs(), "batches": Slabs()}
+    slabs = WorkerSlabs()
     wire.send(connection, {"pid": os.getpid(), "location": location})
     while (received := wire.receive(connection)) is not None:
         if shelf is not None and "drop" in received[0]:
@@ -417,8 +423,7 @@ def serve(connection: socket.socket) -> None:
             continue
         try:
             task, inputs = parse_task(*received)
-            writer = slabs["split" if isinstance(task.work, Split) else "batches"].writer()
-            answer, segment = do_task(workers, task, inputs, writer, shelf)
+            answer, segment = do_task(workers, task, inputs, slabs, shelf)
         finally:
             wire.close(received[1])
         if segment is None or shelf is not None:
@@ -440,12 +445,13 @@ def open_shelf(settings: Any) -> "Shelf | None":
 
 
 def do_task(
-    workers: Mapping[str, Worker], task: Task, inputs: Sequence[Segment], writer: SharedWriter, shelf: "Shelf | None"
+    workers: Mapping[str, Worker], task: Task, inputs: Sequence[Segment], slabs: WorkerSlabs, shelf: "Shelf | None"
 ) -> tuple[wire.Message, Segment | None]:
     """Does a piece of work. Returns the message for the master, and the result if there is one."""
+    writer = (slabs.splits if isinstance(task.work, Split) else slabs.batches).writer()
     try:
         places = [place for place in task.inputs if isinstance(place, Place)]
-        arrays = shelf.find(places) if shelf is not None else [segment.arrays() for segment in inputs]
+        arrays = shelf.find(places) if shelf is not None else [slabs.splits.read(one) for one in inputs]
         rows, costs = run_work(workers[task.data], task.work, arrays, writer)
     except Exception as error:  # sent to the master, which decides
         if not isinstance(error, ContractError):

@@ -74,10 +74,10 @@ def scatter_ids(
         first, count = np.uint64(starts[at]), np.uint64(starts[at + ONE] - starts[at])
         target = np.uint64(out_starts[np.uint64(slots[j] + feature * strides[j])])
         if count < FOUR:
-            for k in range(count):
-                out[target + k] = ids[first + k]
+            for i in range(count):
+                out[target + i] = ids[first + i]
             continue
-        k = ZERO
+        k: Any = ZERO
         while k < count:
             k = min(k, count - FOUR)
             for i in range(FOUR):

@@ -102,6 +102,17 @@ class Slabs:
             self.slabs.append(free[0])
         return SharedWriter(free[0])
 
+    def read(self, segment: Segment) -> Arrays:
+        """Returns the arrays of a segment, not to be written to, for as long as its descriptor is open.
+
+        Those in a slab of this process are views of its mapping. A new mapping would have to look up each page again.
+        """
+        number = os.fstat(segment.fd).st_ino
+        for slab in self.slabs:
+            if slab.number == number:
+                return _map_arrays(slab.mapped, segment.shapes)
+        return segment.arrays()
+
     def clear(self) -> None:
         """Drops all slabs. Readers keep their memory."""
         self.slabs.clear()
@@ -113,6 +124,7 @@ class _Slab:
     def __init__(self) -> None:
         self.fd = os.memfd_create("dlrm-rows", os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self.fd)
+        self.number = os.fstat(self.fd).st_ino
         self.grow(SLAB_BYTES)
 
     def grow(self, size: int) -> None:

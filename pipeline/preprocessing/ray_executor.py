@@ -22,6 +22,7 @@ from pipeline.preprocessing.executors import (
     KeptResult,
     WorkDone,
     WorkerDied,
+    WorkerSlabs,
     WorkerStarted,
     WorkFailed,
     describe_segment,
@@ -235,7 +236,7 @@ class _Actor:
             here = ray.util.get_node_ip_address()
             host = given["network"]["host"] if is_loopback(given["network"]["host"]) else here
             self.shelf = open_shelf(given["network"] | {"host": host})
-            self.slabs = {"split": Slabs(), "batches": Slabs()}
+            self.slabs = WorkerSlabs()
         began = process_start()
         assert began is not None
         return os.getpid(), began, ray.get_runtime_context().get_node_id()
@@ -255,8 +256,7 @@ class _Actor:
     def do_and_keep(self, message: dict[str, Any]) -> dict[str, Any]:
         """Does a piece of work and keeps the result. Returns a message as processes send it; see `parse_event`."""
         task, _ = parse_task(message, ())
-        writer = self.slabs["split" if isinstance(task.work, Split) else "batches"].writer()
-        return do_task(self.workers, task, (), writer, self.shelf)[0]
+        return do_task(self.workers, task, (), self.slabs, self.shelf)[0]
 
     def drop(self, keys: Sequence[int]) -> None:
         """Frees results."""

@@ -206,3 +206,37 @@ def test_many_segments_are_allowed() -> None:
 def test_segments_compare_by_identity() -> None:
     """Two segments of equal content must both be freed."""
     assert Segment(3, {}, 0) != Segment(3, {}, 0)
+
+
+def test_a_process_reads_its_own_memory_without_another_mapping() -> None:
+    """Also after the slab has grown. What another process or Slabs wrote, or what a removed slab held, is mapped."""
+    slabs = Slabs()
+    writer = slabs.writer()
+    expected = filled(writer.add(SHAPES))
+    writer.add({"more": ("int64", (SLAB_BYTES,))})["more"][:] = 7
+    segment = writer.finish()
+    before = segments()
+    own = slabs.read(segment)
+    assert segments() == before
+    other = Slabs().read(segment)
+    assert segments() > before
+    for seen in (own, other):
+        assert list(seen) == [*SHAPES, "more"]
+        assert all(seen[name].tolist() == expected[name].tolist() for name in SHAPES)
+        assert set(seen["more"].tolist()) == {7}
+    slabs.clear()
+    assert slabs.read(segment)["ids"].tolist() == expected["ids"].tolist()
+    segment.close()
+
+
+def test_memory_that_is_read_without_a_mapping_is_not_written_again() -> None:
+    """While the descriptor is open, as a worker has it until its work is done."""
+    slabs = Slabs()
+    writer = slabs.writer()
+    writer.add({"ids": ("int64", (4,))})["ids"][:] = 7
+    segment = writer.finish()
+    seen = slabs.read(segment)
+    slabs.writer().add({"ids": ("int64", (4,))})["ids"][:] = 8
+    assert seen["ids"].tolist() == [7] * 4
+    segment.close()
+    assert slabs.writer().slab is writer.slab
