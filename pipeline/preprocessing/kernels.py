@@ -64,7 +64,7 @@ def scatter_ids(
     """Copies the ids of lists of one feature to their places among the values of all batches.
 
     Copies four ids at a time. The last four may overlap the four before, because a loop over a short rest costs branch
-    mispredictions. Indices are unsigned: checks for negative ones took two fifths of the time.
+    mispredictions. Indices are unsigned: checks for negative ones took about a third of the time.
 
     Args:
         base: Index in `starts` of the feature's first list.
