@@ -13,7 +13,8 @@ class RetentionConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
     runs_days: PositiveFloat | None = 30
     """Folders below `home`/runs and `home`/replays: checkpoints, weights and logs. Counted from the last change. Also
     the verdicts below `home`/judged, the reports of ingests and of `flows.consistency` below `home`/reports, and the
-    records of reads below `home`/reads, from which table layouts are proposed."""
+    records of reads below `home`/reads, from which table layouts are proposed, and the fitted plans below
+    `home`/plans."""
     versions_days: PositiveFloat | None = 90
     """Model versions without an alias, with their files. Also records of moves that no rollback needs."""
     versions_kept: NonNegativeInt = 30

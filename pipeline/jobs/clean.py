@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
 from pipeline.jobs.tables.reads import READS
+from pipeline.jobs.training.job import PLANS
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.cache.store import COLUMNS, remove_unused
 from pipeline.registration.aliases import list_old_moves, list_spared
@@ -143,7 +144,7 @@ def remove_moves(workspace: Workspace, dry_run: bool) -> Removed:
 
 @step("clean notes")
 def remove_notes(workspace: Workspace, dry_run: bool) -> list[Removed]:
-    """Notes of daily work -> old ones removed. Safe to repeat: verdicts, reports of days, records of reads."""
+    """Notes of daily work -> old ones removed. Safe to repeat: verdicts, reports, records of reads, fitted plans."""
     days, home, config = workspace.config.retention.runs_days, workspace.home, workspace.config
     places = {
         "verdicts": (home / "judged").glob(f"{config.model_name}-{DAY}.json"),
@@ -152,6 +153,7 @@ def remove_notes(workspace: Workspace, dry_run: bool) -> list[Removed]:
         ),
         "reports of consistency": (home / "reports").glob(f"consistency-{config.name}-{DAY}-{DAY}"),
         "records of reads": (home / READS / config.name).glob("*.json"),
+        "fitted plans": (home / PLANS / config.name).glob("*.json"),
     }
     return [_remove_old(kind, [] if days is None else found, days or 0, dry_run) for kind, found in places.items()]
 

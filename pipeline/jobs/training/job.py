@@ -22,8 +22,8 @@ from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.samples import refuse_outcomes
-from pipeline.jobs.code_version import read_commit
-from pipeline.jobs.training.identity import LEARNED, describe_rows
+from pipeline.jobs.code_version import LEARNING_VERSION, read_commit
+from pipeline.jobs.training.identity import LEARNED, describe_rows, digest
 from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan, sort_sources
@@ -34,12 +34,14 @@ from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import resolve
 from storage.arrow import is_text
-from storage.artifacts import read_line, read_note, write_text
+from storage.artifacts import MADE_AGAIN, read_line, read_note, write_text
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
 PLAN = "plan.json"
 """File in a run's folder, and artifact of its MLflow run: the fitted preprocessing plan."""
+PLANS = "plans"
+"""Folder below home with the plans that trainings have fitted, by table."""
 ABOUT = "dlrm.about"
 """Tag of an MLflow run: what is special about it. Its name begins with the version and the verdict once it has some."""
 RUN_ID = "mlflow_run_id"
@@ -149,7 +151,8 @@ def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> T
         workspace.console.log.info("resumes on snapshot %s, which has the same rows", begun.snapshot_id)
         pinned = {part: data[part].selection if part in data else None for part in LEARNED}
         snapshot, data = resolve_dataset(workspace, begun.snapshot_id, pinned)
-    return make_job(folder, workspace, identity, (snapshot, data), done)
+    plans = None if force else workspace.home / PLANS / config.name
+    return make_job(folder, workspace, identity, (snapshot, data), done, plans)
 
 
 def _suffices(workspace: Workspace, version: tuple[int, str]) -> bool:
@@ -197,11 +200,13 @@ def make_job(
     identity: str,
     pinned_data: tuple[SnapshotRef, dict[Part, DataSpec]],
     done: tuple[int, str] | None = None,
+    plans: Path | None = None,
 ) -> TrainingJob:
     """Returns the training of a folder. Fits the plan, unless the folder already has it.
 
     Args:
         pinned_data: As `resolve_dataset` returns it.
+        plans: Folder of the plans that other trainings have fitted to the same rows. None: they do not count.
     """
     warehouse = workspace.warehouse
     snapshot, data = pinned_data
@@ -209,7 +214,7 @@ def make_job(
     data = {part: spec.model_copy(update={"rows": rows[part]}) for part, spec in data.items()}
     if done is None:
         sort_sources(data["train"], warehouse, workspace.console.log.info)
-        data = _fit_plan(data, folder, warehouse)
+        data = _fit_plan(data, folder, warehouse, plans)
     contents = warehouse.day_contents(snapshot)
     days = {f"{day}": contents[day] for part in LEARNED if part in data for day in data[part].selection.days}
     return TrainingJob(
@@ -377,15 +382,36 @@ def _can_name_sessions(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or is_text(kind))
 
 
-def _fit_plan(data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse) -> dict[Part, DataSpec]:
-    """Fits the plan on the training rows, or loads the plan that an interrupted run has fitted."""
+def _fit_plan(
+    data: dict[Part, DataSpec], folder: Path, warehouse: Warehouse, plans: Path | None
+) -> dict[Part, DataSpec]:
+    """Fits the plan on the training rows, or loads the plan that an interrupted run or another training has fitted."""
     path = folder / PLAN
     if path.exists():
         plan = read_note(path, Plan)
     else:
-        plan = fit_plan(data["train"], warehouse)
+        plan = fit_plan(data["train"], warehouse) if plans is None else _fit_once(data["train"], warehouse, plans)
         write_text(path, plan.model_dump_json(indent=2))
     return {part: spec.model_copy(update={"plan": plan}) for part, spec in data.items()}
+
+
+def _fit_once(spec: DataSpec, warehouse: Warehouse, plans: Path) -> Plan:
+    """Fits the plan on the rows, or loads it if a training has fitted it to them before.
+
+    The same rows in another snapshot do not count: in another order their sums may be rounded in another way.
+
+    Args:
+        plans: Folder of the fitted plans.
+    """
+    if not spec.plan.unfitted():
+        return spec.plan
+    fitted_on = spec.model_dump(mode="json", include={"snapshot", "selection", "plan", "joined"})
+    path = plans / f"{digest({'code': LEARNING_VERSION, **fitted_on})}.json"
+    if path.exists():
+        return read_note(path, Plan, MADE_AGAIN)
+    plan = fit_plan(spec, warehouse)
+    write_text(path, plan.model_dump_json())
+    return plan
 
 
 def describe_span(job: TrainingJob, part: Part) -> str:

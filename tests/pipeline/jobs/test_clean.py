@@ -122,11 +122,13 @@ def test_notes_of_each_night_go_with_its_runs(home: Path) -> None:
         home / "reports" / "ingest-smoke-2025-01-01-2025-01-02" / "checks.json",
         home / "reports" / "consistency-smoke-2025-01-01-2025-01-02" / "served.json",
         home / "reads" / "smoke" / "20250101-050000-0123abcd.json",
+        home / "plans" / "smoke" / "0123abcd.json",
     ]
     kept = [
         home / "reports" / "smoke-1.html",  # of flows.report: a person asked for it
         home / "reports" / "ingest-smoke_2-2025-01-01-2025-01-02" / "checks.json",
         home / "reads" / "other" / "20250101-050000-0123abcd.json",
+        home / "plans" / "other" / "0123abcd.json",
     ]
     young = [
         home / "reports" / "ingest-smoke-2025-01-02-2025-01-02" / "checks.json",
@@ -141,8 +143,8 @@ def test_notes_of_each_night_go_with_its_runs(home: Path) -> None:
     clean(open_(retention__runs_days=None), dry_run=False)
     assert all(path.exists() for path in old)
     removed = clean(open_(), dry_run=False)["removed"]
-    kinds = ("reports of ingests", "reports of consistency", "records of reads")
-    assert [removed[kind]["count"] for kind in kinds] == [1, 1, 1]
+    kinds = ("reports of ingests", "reports of consistency", "records of reads", "fitted plans")
+    assert [removed[kind]["count"] for kind in kinds] == [1, 1, 1, 1]
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in (*kept, *young))
 

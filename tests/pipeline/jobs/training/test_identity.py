@@ -13,9 +13,13 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.recurring.day import identity_of_day
 from pipeline.jobs.tables.ingest import ingest
 from pipeline.jobs.training.identity import name_test_rows
-from pipeline.jobs.training.job import TrainingJob, begin, resolve_dataset, resolve_job
+from pipeline.jobs.training.job import PLAN, PLANS, TrainingJob, begin, prepare_rows, resolve_dataset, resolve_job
 from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.dataset import DataSpec, fit_plan
+from pipeline.transforms.plan.plan import Plan
+from storage.errors import StorageError
 from storage.layout.rewrite import rewrite_day
+from storage.warehouse import Warehouse
 
 SMALL = {"source.generator.rows_per_day": 100, "source.generator.days": 5}
 FIRST = tuple(datetime.date(2025, 1, day) for day in (6, 7, 8, 9))
@@ -88,6 +92,63 @@ def test_checkpoints_of_an_expired_snapshot_are_dropped(home: Path) -> None:
     assert checkpoints.exists()
     begin(open_(), job.model_copy(update={"snapshot": job.snapshot.model_copy(update={"snapshot_id": 7})}))
     assert not checkpoints.exists()
+
+
+def count_fits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns a list that gets an entry for each plan that is fitted."""
+    fits: list[str] = []
+
+    def fit(spec: DataSpec, warehouse: Warehouse) -> Plan:
+        fits.append(spec.snapshot.table)
+        return fit_plan(spec, warehouse)
+
+    monkeypatch.setattr("pipeline.jobs.training.job.fit_plan", fit)
+    return fits
+
+
+def test_trainings_of_the_same_rows_share_a_fitted_plan(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = prepare_rows(open_(), None)[1].plan
+    fits = count_fits(monkeypatch)
+    jobs = [pin(), pin(seed=7), pin(training__epochs=3, registration__model_name="other")]
+    assert len(fits) == 1
+    assert len({job.identity for job in jobs}) == 3
+    assert [job.plan for job in jobs] == [fresh] * 3
+    assert {(Path(job.folder) / PLAN).read_bytes() for job in jobs} == {fresh.model_dump_json(indent=2).encode()}
+    assert resolve_job(open_(seed=8), None, force=True).plan == fresh
+    assert len(fits) == 2
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"split__days__train": ["2025-01-06"]},
+        {"filter": "num_price > 1"},
+        {"sampling": {"inputs": ["cat_user"], "rate": 0.5}},
+        {"features__dense": [{"columns": "num_price", "transforms": [{"kind": "standardise"}]}]},
+    ],
+)
+def test_a_plan_is_fitted_to_its_own_rows(home: Path, keys: dict[str, Any]) -> None:
+    before = pin().plan
+    plan = pin(**keys).plan
+    assert plan != before
+    assert plan == prepare_rows(open_(**keys), None)[1].plan
+
+
+def test_the_rows_of_another_snapshot_are_fitted_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their order may be another one, and their mean rounded in another way."""
+    fits = count_fits(monkeypatch)
+    pin()
+    rewrite_day(open_().warehouse, "smoke", FIRST[0], home)
+    pin(seed=7)
+    assert len(fits) == 2
+
+
+def test_a_damaged_plan_is_named(home: Path) -> None:
+    pin()
+    (path,) = (home / PLANS / "smoke").iterdir()
+    path.write_text("{")
+    with pytest.raises(StorageError, match=f"{path.name}.*Remove it"):
+        pin(seed=7)
 
 
 def write_side(day: datetime.date, value: float) -> None:
