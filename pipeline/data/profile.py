@@ -2,9 +2,8 @@
 
 import datetime
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 
@@ -25,6 +24,9 @@ from storage.keys import MOST_KEYS
 from storage.query import column_types, quote
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    import duckdb
 
 PROFILE = "profile"
 """Suffix of a table of statistics."""
@@ -89,7 +91,7 @@ def store(warehouse: Warehouse, table: str, measured: pa.Table, days: Mapping[da
 
 
 def measure(
-    connection: duckdb.DuckDBPyConnection,
+    connection: "duckdb.DuckDBPyConnection",
     view: str,
     numbers: Collection[str] = (),
     counts: Mapping[datetime.date, int] | None = None,
@@ -110,7 +112,7 @@ def measure(
 
 
 def measure_days(
-    connection: duckdb.DuckDBPyConnection,
+    connection: "duckdb.DuckDBPyConnection",
     warehouse: Warehouse,
     snapshot: SnapshotRef,
     days: Collection[datetime.date],
@@ -124,12 +126,12 @@ def measure_days(
     return measure_columns(connection, stored_rows(connection, reader, counts), types, counts, numbers)
 
 
-def rows_of(connection: duckdb.DuckDBPyConnection, view: str) -> dict[datetime.date, int]:
+def rows_of(connection: "duckdb.DuckDBPyConnection", view: str) -> dict[datetime.date, int]:
     """Counts the rows of each day in a view."""
     return dict(connection.sql(f"SELECT {DAY}, count(*) FROM {quote(view)} GROUP BY {DAY}").fetchall())
 
 
-def types_of(connection: duckdb.DuckDBPyConnection, table: pa.Table) -> dict[str, str]:
+def types_of(connection: "duckdb.DuckDBPyConnection", table: pa.Table) -> dict[str, str]:
     """Returns column -> DuckDB type of an Arrow table."""
     connection.register("types_of_a_table", table)
     return column_types(connection, "types_of_a_table")
@@ -139,7 +141,9 @@ Rows = Callable[[Collection[str]], str]
 """Columns -> an SQL relation with them and `day`, to be read once."""
 
 
-def stored_rows(connection: duckdb.DuckDBPyConnection, reader: SnapshotReader, days: Collection[datetime.date]) -> Rows:
+def stored_rows(
+    connection: "duckdb.DuckDBPyConnection", reader: SnapshotReader, days: Collection[datetime.date]
+) -> Rows:
     """Returns days of a table as relations. Columns are read by field id: a name may once have meant another column.
 
     Args:
@@ -188,7 +192,7 @@ def stability(histogram: Sequence[int] | None, earlier: Sequence[Sequence[int] |
 
 
 def measure_columns(
-    connection: duckdb.DuckDBPyConnection,
+    connection: "duckdb.DuckDBPyConnection",
     rows: Rows,
     columns: Mapping[str, str],
     counts: Mapping[datetime.date, int],

@@ -1,7 +1,7 @@
 """Config of the ingest: where rows come from, how they are labelled, checked and written."""
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -404,3 +404,16 @@ class LabelColumns(BaseModel, frozen=True, extra="ignore", use_attribute_docstri
     """Column of 0 and 1."""
     weight: str | None = None
     """Column of the rows' weights. None: every row weighs the same."""
+
+
+def refuse_outcomes(columns: Iterable[str], made: Sequence[str]) -> None:
+    """Refuses outcomes as features.
+
+    Raises:
+        ConfigError: If a column is an outcome, because nobody knows it when the row is scored.
+    """
+    taken = [name for name in columns if name in made]
+    if taken:
+        raise ConfigError(
+            "features", "features other than outcomes and weights", f"'{taken[0]}'", "Take it out of the patterns."
+        )

@@ -3,14 +3,14 @@
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import duckdb
 
 from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT, NAME
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig
+from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig, refuse_outcomes
 from pipeline.extraction.formats.text import FILE, ISO_DAY
 from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import ROW
@@ -317,19 +317,6 @@ def _resolved(
 
 def _is_joined(schema: FeatureSchema, pattern: str) -> bool:
     return any(source.may_add(pattern) for source in schema.sources)
-
-
-def refuse_outcomes(columns: Iterable[str], made: Sequence[str]) -> None:
-    """Refuses outcomes as features.
-
-    Raises:
-        ConfigError: If a column is an outcome, because nobody knows it when the row is scored.
-    """
-    taken = [name for name in columns if name in made]
-    if taken:
-        raise ConfigError(
-            "features", "features other than outcomes and weights", f"'{taken[0]}'", "Take it out of the patterns."
-        )
 
 
 def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[str]) -> None:

@@ -21,7 +21,7 @@ from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
-from pipeline.extraction.samples import refuse_outcomes
+from pipeline.extraction.config import refuse_outcomes
 from pipeline.jobs.code_version import LEARNING_VERSION, read_commit
 from pipeline.jobs.training.identity import LEARNED, describe_rows, digest
 from pipeline.jobs.training.identity import identity as identity_of
