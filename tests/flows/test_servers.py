@@ -219,8 +219,8 @@ class Deployed:
     def ask(self, path: str, body: Any = None) -> Any:
         """Returns the API's answer. Posts a body if given.
 
-        Retries on 503, which says that the database is locked. A question without a body is asked again after 60
-        seconds without an answer: a server that has just been restarted has a queue of writers.
+        Retries on 503, which says that the database is locked. What is safe to repeat is asked again after 60 seconds
+        without an answer: a server that has just been restarted has a queue of writers, and any may be starved.
         """
         data = None if body is None else json.dumps(body).encode()
         limit = time.monotonic() + 400
@@ -233,14 +233,16 @@ class Deployed:
                 if error.code != 503 or time.monotonic() > limit:
                     raise
             except TimeoutError:
-                if data is not None or time.monotonic() > limit:
+                safe = body is None or path.endswith("/filter") or "idempotency_key" in body
+                if not safe or time.monotonic() > limit:
                     raise
             time.sleep(0.5)
 
     def order(self, deployment: str, **parameters: Any) -> str:
         """Starts a run of a deployment and returns its id."""
         found = self.ask(f"/deployments/name/{deployment}")["id"]
-        return self.ask(f"/deployments/{found}/create_flow_run", {"parameters": parameters})["id"]
+        body = {"parameters": parameters, "idempotency_key": str(uuid.uuid4())}
+        return self.ask(f"/deployments/{found}/create_flow_run", body)["id"]
 
     def runs(self, deployment: str) -> list[dict[str, Any]]:
         found = self.ask(f"/deployments/name/{deployment}")["id"]
