@@ -21,18 +21,16 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from benchmarks.machine import machine, say
-from benchmarks.trainers import BOTTOM, CONTESTANTS, DENSE, SHAPES, TOP, StepShape, batches, pairs
-from benchmarks.training import FILE_WINDOW_ROWS, run_training
+from benchmarks.trainers import CONTESTANTS, DENSE, SHAPES, StepShape
+from benchmarks.training import FILE_WINDOW_ROWS, count_work, run_training
 from benchmarks.wide_table import WideTable, wide_table
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.training.config import TrainConfig
@@ -56,6 +54,8 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--rows", type=int, default=0, help="rows of the table for training from files; 0: none")
     parser.add_argument("--workers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 2))
     options = parser.parse_args(words)
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device, and this machine has none")
     logging.disable(logging.WARNING)
     warnings.filterwarnings("ignore")
     os.environ.setdefault(*DETERMINISTIC)
@@ -157,12 +157,7 @@ def _seconds(act: Callable[[], Any], times: int = 20) -> float:
 
 def floors(shape: StepShape, rates: dict[str, float]) -> dict[str, float]:
     """Returns the least milliseconds of each part of a step."""
-    sizes = [DENSE, *BOTTOM, shape.width], [pairs(shape) + shape.width, *TOP, 1]
-    weights = sum(a * b for layers in sizes for a, b in pairwise(layers))
-    operations = shape.batch_rows * (6 * weights + 4 * (shape.tables + 1) ** 2 * shape.width)
-    [one] = batches(shape, count=1)
-    ids = len(one.sparse.values())
-    distinct = sum(len(np.unique(one.sparse[name].values().numpy())) for name in one.sparse.keys())  # noqa: SIM118
+    operations, ids, distinct = count_work(shape)
     # forward: a row for each id, from memory or its cache; update: distinct rows are read and written
     read = (ids + 2 * distinct) * shape.width * 4
     sent = 4 * (ids + shape.batch_rows * (shape.tables + DENSE + 2))

@@ -123,6 +123,14 @@ def floor(shape: StepShape, rates: dict[str, float]) -> dict[str, float]:
 
     The forward pass fetches every distinct row once. The update fetches it once more and writes as much.
     """
+    operations, _, distinct = count_work(shape)
+    read = distinct * shape.width * 4 * 3
+    memory = 1e-6 * read / rates["read_gb_per_second"]
+    return {name: round(1e-6 * operations / rates[f"{name}_gflops"] + memory, 2) for name in ("fp32", "bf16")}
+
+
+def count_work(shape: StepShape) -> tuple[int, int, int]:
+    """Returns the floating-point operations of a step's matrix products, its ids, and the distinct rows of them."""
     sizes = [DENSE, *BOTTOM, shape.width], [pairs(shape) + shape.width, *TOP, 1]
     weights = sum(a * b for layers in sizes for a, b in pairwise(layers))
     vectors = shape.tables + 1
@@ -130,9 +138,7 @@ def floor(shape: StepShape, rates: dict[str, float]) -> dict[str, float]:
     operations = shape.batch_rows * (6 * weights + 4 * vectors * vectors * shape.width)
     [one] = batches(shape, count=1)
     distinct = sum(len(np.unique(one.sparse[name].values().numpy())) for name in one.sparse.keys())  # noqa: SIM118
-    read = distinct * shape.width * 4 * 3
-    memory = 1e-6 * read / rates["read_gb_per_second"]
-    return {name: round(1e-6 * operations / rates[f"{name}_gflops"] + memory, 2) for name in ("fp32", "bf16")}
+    return operations, len(one.sparse.values()), distinct
 
 
 def from_files(table: WideTable, rounds: int) -> dict[str, Any]:

@@ -106,13 +106,15 @@ class DenseGraph:
 
 
 def build_graph(
-    model: DistributedModelParallel, config: TrainConfig, dense: list[nn.Parameter], device: torch.device
+    model: DistributedModelParallel, config: TrainConfig, dense: list[nn.Parameter], device: torch.device, draws: bool
 ) -> DenseGraph | None:
     """Returns the graph of a rank that trains alone on CUDA. None: its steps launch kernels one by one.
 
     Dropout draws new numbers at every step, which a graph would not. DDP, which averages the gradients of several
     ranks, makes the default stream wait for every backward pass. A capture forbids that.
+
+    Args:
+        draws: Whether the model has dropout.
     """
-    draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
     fitting = device.type == "cuda" and dist.get_world_size() == 1 and not draws
     return DenseGraph(model, config, dense) if fitting and config.cuda_graph else None

@@ -93,9 +93,9 @@ class Trainer:
         self.rates = LearningRates(model, self.optimizer, config, self.replicated)
         self.dense = [parameter for _, parameter in dense_parameters(model)]
         self.lanes = None if config.lanes is None else Lanes(model, config, self.dense)
-        self.graph = build_graph(model, config, self.dense, device)
-        self.threads = choose_threads(model, config, device, self.report_threads)
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
+        self.graph = build_graph(model, config, self.dense, device, self.draws)
+        self.threads = choose_threads(model, config, device, self.report_threads)
         several = config.sync == "synchronous" and dist.get_world_size() > 1
         self.prefetcher = InputDistPrefetcher(model) if config.send_ids_ahead and several else None
         self.identity, self.begin = identity or {}, begin
