@@ -129,10 +129,8 @@ class DLRM(nn.Module):
         """Returns the logits from the pooled vectors, in one piece or several: the model without its tables."""
         pieces = list(pooled_BFE)
         if self.bottom is not None:
-            dense_BE = self.bottom(dense_BD)
-            pieces = [dense_BE.unsqueeze(1), *(piece.to(dense_BE.dtype) for piece in pieces)]
-        vectors_BFE = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
-        logits_B1: torch.Tensor = self.logit(self.top(self.dropout(self.interaction(vectors_BFE))))
+            pieces.insert(0, self.bottom(dense_BD).unsqueeze(1))
+        logits_B1: torch.Tensor = self.logit(self.top(self.dropout(self.interaction(*pieces))))
         return logits_B1.squeeze(1)
 
 

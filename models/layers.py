@@ -24,6 +24,12 @@ def mlp(inputs: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequentia
     return nn.Sequential(*layers)
 
 
+def join_vectors(pieces_BFE: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Joins vectors of neighbouring features, [B, F_i, E] each, in the number type of the first."""
+    first, *others = pieces_BFE
+    return torch.cat([first, *(piece.to(first.dtype) for piece in others)], dim=1) if others else first
+
+
 class DotInteraction(nn.Module):
     """The first vector, followed by the dot product of every pair of feature vectors.
 
@@ -34,7 +40,8 @@ class DotInteraction(nn.Module):
         num_features: F, vectors per row, the dense one included.
         width: E.
     Shapes:
-        features_BFE, float32 [B, F, E] -> float32 [B, E + P], P = F * (F - 1) / 2.
+        Vectors in one piece or several, float32 [B, F_i, E], which add up to F -> float32 [B, E + P],
+        P = F * (F - 1) / 2.
     Raises:
         ValueError: If num_features is below 2, which makes no pair.
     Source:
@@ -59,9 +66,9 @@ class DotInteraction(nn.Module):
         both_FF[rows, columns] = both_FF[columns, rows] = torch.arange(pairs)
         self.register_buffer("both", both_FF.flatten(), persistent=False)
 
-    def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
+    def forward(self, *pieces_BFE: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        out: torch.Tensor = _PairDots.apply(features_BFE, self.pair_P, self.both)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _PairDots.apply(join_vectors(pieces_BFE), self.pair_P, self.both)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -93,15 +100,15 @@ class _PairDots(torch.autograd.Function):
 
 
 class CatInteraction(nn.Module):
-    """The concatenated vectors, float32 [B, F, E] -> [B, F * E]."""
+    """The concatenated vectors, in one piece or several, float32 [B, F_i, E] -> [B, F * E]."""
 
     def __init__(self, num_features: int, width: int) -> None:
         super().__init__()
         self.width_out = num_features * width
 
-    def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
+    def forward(self, *pieces_BFE: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        return features_BFE.flatten(1)
+        return join_vectors(pieces_BFE).flatten(1)
 
 
 class CrossInteraction(nn.Module):
@@ -119,7 +126,7 @@ class CrossInteraction(nn.Module):
         self.width_out = num_features * width
         self.cross = CrossNet(self.width_out, layers) if rank is None else LowRankCrossNet(self.width_out, layers, rank)
 
-    def forward(self, features_BFE: torch.Tensor) -> torch.Tensor:
+    def forward(self, *pieces_BFE: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        crossed: torch.Tensor = self.cross(features_BFE.flatten(1))
+        crossed: torch.Tensor = self.cross(join_vectors(pieces_BFE).flatten(1))
         return crossed

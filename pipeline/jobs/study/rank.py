@@ -37,6 +37,7 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.transport.places import ServiceAddress
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
+from pipeline.training.interaction import NumbaDots
 from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.tables.bags import NumbaBags
 from pipeline.training.tables.plan import ShardingPlan
@@ -315,7 +316,7 @@ def list_parts(trainer: Trainer) -> list[StepPart]:
         StepPart(trainer.optimizer, "step", "optimizer"),
         StepPart(torch.autograd, "backward", BACKWARD),
         StepPart(dist.Work, "wait", "communication", compiled=True),
-        *(StepPart(bags, "_run_parallel", None, compiled=True) for bags in find_own_kernels(trainer.model)),
+        *(StepPart(kernel, "_run_parallel", None, compiled=True) for kernel in find_own_kernels(trainer.model)),
     ]
     if trainer.replicated is not None:
         parts.append(StepPart(trainer.replicated, "step", "optimizer"))
@@ -332,16 +333,17 @@ def list_parts(trainer: Trainer) -> list[StepPart]:
     return [*parts, StepPart(inner, "score", "interaction"), *(StepPart(layer, "forward", "mlp") for layer in layers)]
 
 
-def find_own_kernels(model: DistributedModelParallel) -> list[NumbaBags]:
-    """Returns our own kernels among those of this rank's tables."""
-    return [module for lookup in iter_lookups(model) for module in lookup.modules() if isinstance(module, NumbaBags)]
+def find_own_kernels(model: DistributedModelParallel) -> list[NumbaBags | NumbaDots]:
+    """Returns the modules of this rank that run our own loops: tables, and the interaction."""
+    modules = itertools.chain(model.modules(), *(lookup.modules() for lookup in iter_lookups(model)))
+    return [module for module in modules if isinstance(module, NumbaBags | NumbaDots)]
 
 
 def release_trainer(trainer: Trainer) -> None:
     """Releases what a trainer leaves behind: threads of its kernels, its group, its compiled code."""
-    for bags in find_own_kernels(trainer.model):
-        if bags.pool is not None:
-            bags.pool.shutdown()
+    for kernel in find_own_kernels(trainer.model):
+        if kernel.pool is not None:
+            kernel.pool.shutdown()
     if isinstance(trainer, AsyncTrainer):
         trainer.close()
         dist.destroy_process_group(trainer.model._env.process_group)  # of this rank alone

@@ -167,7 +167,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
     def lookup(self, indices: np.ndarray, offsets: np.ndarray, id_weights: np.ndarray | None) -> np.ndarray:
         """Returns the pooled vectors of a batch, float32 [B, sum of widths]."""
         bags = (len(offsets) - 1) // len(self.features)
-        out = np.empty((bags, self.total_D), np.float32)
+        out = torch.empty(bags, self.total_D).numpy()  # NumPy's own asks for huge pages, which can take 50 ms
         tables = (self._numbers("weights_host"), self.features)
         bounds = [bags * n // self.threads for n in range(self.threads + 1)]
         parts = [(out, *bounds[n : n + 2]) for n in range(self.threads)]

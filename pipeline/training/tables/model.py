@@ -9,6 +9,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 from models.dlrm import DLRM
 from pipeline.training.asynchronous import SharedBags
 from pipeline.training.config import TrainConfig
+from pipeline.training.dense import use_cpu_modules
 from pipeline.training.optim import fill_tables, fuse_table_optimizer, init_tables
 from pipeline.training.tables.bags import NumbaBags, use_table_kernel
 from pipeline.training.tables.plan import ShardingPlan
@@ -45,9 +46,11 @@ def shard_model(
     group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in shared memory
     with use_table_kernel(config, device, NumbaBags if lockstep else SharedBags):
         whole = apply_plan(model, plan, device, config.vector_communication, config.gradient_communication, group)
+    inner = get_unwrapped_module(whole)
     if config.compile:
-        inner = get_unwrapped_module(whole)
         inner.score = torch.compile(inner.score)
+    elif device.type == "cpu":
+        use_cpu_modules(inner, bf16=config.dense_precision == "bf16")
     if random_tables:
         init_tables(whole, seed, half_width)
     else:

@@ -14,6 +14,8 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 """float32 numbers in a `Simd`, which is one cache line. Processors with shorter registers use several."""
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
+_INDEX = ir.IntType(64)
 
 
 def simd_op(function: Callable[..., Any]) -> Any:
@@ -42,12 +44,25 @@ def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> A
     return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
 
 
+def _load(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
+    return builder.load(_address(context, builder, kind, array, index), align=4)
+
+
+def _store(context: Any, builder: Any, kind: Any, array: Any, index: Any, vector: Any) -> None:
+    builder.store(vector, _address(context, builder, kind, array, index), align=4)
+
+
+def _broadcast(builder: Any, number: Any) -> Any:
+    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+
+
 @simd_op
 def zero(_: Any) -> Any:
     """Returns a vector of zeros."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(_VECTOR, [0.0] * LANES)
+        return _ZERO
 
     return _SIMD(), code
 
@@ -57,7 +72,7 @@ def load(_: Any, array: Any, index: Any) -> Any:
     """Returns array[index : index + 16] of a flat float32 array. There is no bounds check."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_address(context, builder, signature.args[0], *arguments), align=4)
+        return _load(context, builder, signature.args[0], *arguments)
 
     return _SIMD(array, types.intp), code
 
@@ -67,7 +82,7 @@ def store(_: Any, array: Any, index: Any, vector: Any) -> Any:
     """Sets array[index : index + 16] to a vector. There is no bounds check."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[2], _address(context, builder, signature.args[0], *arguments[:2]), align=4)
+        _store(context, builder, signature.args[0], *arguments)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), code
@@ -98,8 +113,7 @@ def broadcast(_: Any, number: Any) -> Any:
     """Returns a vector with a float32 number in every lane."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), arguments[0], ir.IntType(32)(0))
-        return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+        return _broadcast(builder, arguments[0])
 
     return _SIMD(types.float32), code
 
@@ -134,3 +148,95 @@ def prefetch(_: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp), code
+
+
+@simd_op
+def turn_square(_: Any, array: Any, at: Any, step: Any, out: Any, out_at: Any, out_step: Any) -> Any:
+    """Sets `out[c, r] = array[r, c]` for 16 rows and columns of flat float32 arrays, given as for `multiply_tile`."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, at, step, out, out_at, out_step = arguments
+
+        def place(first: Any, step: Any, row: int) -> Any:
+            return builder.add(first, builder.mul(step, _INDEX(row)))
+
+        rows = [_load(context, builder, signature.args[0], array, place(at, step, r)) for r in range(LANES)]
+        half = LANES // 2
+        orders = [[start + n // 2 + n % 2 * LANES for n in range(LANES)] for start in (0, half)]
+        masks = [ir.Constant(ir.VectorType(ir.IntType(32), LANES), order) for order in orders]
+        for _ in range(
+            4
+        ):  # each pass interleaves row r with row r + 8, as one shuffles cards; four passes turn 16 rows
+            pairs = list(zip(rows[:half], rows[half:], strict=True))
+            rows = [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in masks]
+        for r, row in enumerate(rows):
+            _store(context, builder, signature.args[3], out, place(out_at, out_step, r), row)
+        return context.get_dummy_value()
+
+    index = types.intp
+    return types.void(array, index, index, out, index, index), code
+
+
+TILE_ROWS = 6
+"""Rows of a tile. With two vectors a row, its sums keep both units busy that multiply and add."""
+
+
+def _tile_op(vectors: int) -> Any:
+    """Returns an operation: `out[r, c] = sum over k < depth of one[r, k] * other[k, c]`, 6 rows, 16 * vectors columns.
+
+    All sums stay in registers, and each adds its products in the order of k. A matrix is a flat float32 array, the
+    index of its first number, and the distances between its rows and (for `one`) its columns. Columns of `other` and
+    `out` are neighbours. There is no bounds check, and depth is at least 1.
+    """
+
+    @simd_op
+    def multiply_tile(
+        _: Any, one: Any, at: Any, row_step: Any, column_step: Any, other: Any, other_at: Any, other_step: Any,
+        depth: Any, out: Any, out_at: Any, out_step: Any,
+    ) -> Any:  # fmt: skip
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            one, at, row_step, column_step, other, other_at, other_step, depth, out, out_at, out_step = arguments
+            factors = context.make_array(signature.args[0])(context, builder, one).data
+            kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+            multiply_add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+            tile = [(r, v) for r in range(TILE_ROWS) for v in range(vectors)]
+
+            def place(first: Any, step: Any, count: Any, v: int = 0) -> Any:
+                return builder.add(builder.add(first, builder.mul(step, count)), _INDEX(LANES * v))
+
+            before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            k, sums = builder.phi(_INDEX), [builder.phi(_VECTOR) for _ in tile]
+            columns = [
+                _load(context, builder, signature.args[4], other, place(other_at, other_step, k, v))
+                for v in range(vectors)
+            ]
+            first = place(at, column_step, k)
+            rows = [
+                _broadcast(builder, builder.load(builder.gep(factors, [place(first, row_step, _INDEX(r))])))
+                for r in range(TILE_ROWS)
+            ]
+            totals = [
+                builder.call(multiply_add, [rows[r], columns[v], total])
+                for (r, v), total in zip(tile, sums, strict=True)
+            ]
+            following = builder.add(k, _INDEX(1))
+            builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
+            k.add_incoming(_INDEX(0), before)
+            k.add_incoming(following, loop)
+            for total, later in zip(sums, totals, strict=True):
+                total.add_incoming(_ZERO, before)
+                total.add_incoming(later, loop)
+            builder.position_at_end(after)
+            for (r, v), total in zip(tile, totals, strict=True):
+                _store(context, builder, signature.args[8], out, place(out_at, out_step, _INDEX(r), v), total)
+            return context.get_dummy_value()
+
+        index = types.intp
+        return types.void(one, index, index, index, other, index, index, index, out, index, index), code
+
+    return multiply_tile
+
+
+multiply_tile, multiply_narrow_tile = _tile_op(2), _tile_op(1)

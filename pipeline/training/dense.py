@@ -1,0 +1,83 @@
+"""Faster modules for the dense part of a model that trains on CPU. Parameters and their names stay the same."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from models.dlrm import DLRM
+from models.layers import DotInteraction
+from pipeline.training.interaction import NumbaDots
+
+_linear: Any = torch.ops.mkldnn._linear_pointwise
+
+
+def use_cpu_modules(model: DLRM, bf16: bool) -> None:
+    """Replaces modules of a model that trains on CPU by faster ones.
+
+    Args:
+        bf16: Whether its matrix products run in bf16. PyTorch then takes oneDNN's itself.
+    """
+    if isinstance(model.interaction, DotInteraction):
+        model.interaction = NumbaDots(model.interaction)
+    if not bf16 and gains_from_onednn(torch.cpu.get_capabilities()):
+        for layers in (model.bottom, model.top):
+            if layers is not None:
+                use_onednn(layers)
+
+
+def gains_from_onednn(processor: Mapping[str, Any]) -> bool:
+    """Whether oneDNN multiplies float32 matrices faster than MKL, which PyTorch takes for them.
+
+    MKL has no AVX-512 code for processors of other makers than Intel.
+
+    Args:
+        processor: What `torch.cpu.get_capabilities` returns.
+    Example:
+        >>> gains_from_onednn({"cpu_name": "AMD EPYC 9554", "avx512_f": True})
+        True
+    """
+    return bool(processor.get("avx512_f")) and "Intel" not in processor.get("cpu_name", "Intel")
+
+
+def use_onednn(layers: nn.Sequential) -> None:
+    """Replaces the linear layers of an MLP."""
+    for place, layer in enumerate(layers):
+        if isinstance(layer, nn.Linear):
+            layers[place] = OneDnnLinear(layer)
+
+
+class OneDnnLinear(nn.Module):
+    """A linear layer by oneDNN, float32 [B, inputs] -> [B, outputs], with the same bits with any number of threads.
+
+    The ReLU behind it stays a layer of its own: oneDNN's would turn NaN into 0, and hide a training that diverges.
+
+    Args:
+        plain: What it replaces. It keeps the parameters.
+    """
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = plain.weight, plain.bias
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        out: torch.Tensor = _Linear.apply(inputs, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Linear(torch.autograd.Function):
+    """The gradient of the weights stays with PyTorch: oneDNN is not faster there, because both factors are turned."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(inputs, weight)
+        out: torch.Tensor = _linear(inputs, weight, bias, "none", [], "")
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        inputs, weight = ctx.saved_tensors
+        of_inputs = _linear(gradient, weight.t(), None, "none", [], "") if ctx.needs_input_grad[0] else None
+        return of_inputs, gradient.t() @ inputs, gradient.sum(0)

@@ -1,0 +1,149 @@
+"""The faster modules of the dense part against float64 and against what they replace."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.layers import DotInteraction, mlp
+from pipeline.training import interaction
+from pipeline.training.dense import OneDnnLinear, gains_from_onednn, use_onednn
+from pipeline.training.interaction import NumbaDots
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dots_of(pieces, gradient=None):
+    """The definition, in float64, pair by pair."""
+    vectors = torch.cat([piece.double() for piece in pieces], 1)
+    count = vectors.shape[1]
+    pairs = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(count) for j in range(i + 1, count)]
+    return torch.cat([vectors[:, 0], torch.stack(pairs, 1)], 1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "width"),
+    [((2,), 1), ((1, 1), 3), ((1, 4), 16), ((1, 5), 17), ((1, 26), 64), ((7,), 32), ((1, 14, 3), 10), ((1, 33), 48)],
+)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_dots_and_their_gradients_are_those_of_the_definition(counts, width, rows):
+    pieces = [draw(rows, count, width, seed=n).requires_grad_() for n, count in enumerate(counts)]
+    exact = [piece.detach().double().requires_grad_() for piece in pieces]
+    dots = NumbaDots(DotInteraction(sum(counts), width))
+
+    out, expected = dots(*pieces), dots_of(exact)
+    gradient = draw(*out.shape, seed=9)
+    out.backward(gradient)
+    expected.backward(gradient.double())
+
+    torch.testing.assert_close(out, expected.float())
+    for piece, one in zip(pieces, exact, strict=True):
+        torch.testing.assert_close(piece.grad, one.grad.float())
+
+
+def test_threads_do_not_change_a_bit_of_the_dots(monkeypatch):
+    monkeypatch.setattr(interaction, "WORK_OF_A_THREAD", 1)
+    dense, pooled = draw(50, 1, 24, seed=1), draw(50, 9, 24, seed=2)
+    dots, found = NumbaDots(DotInteraction(10, 24)), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        inputs = [dense.clone().requires_grad_(), pooled.clone().requires_grad_()]
+        out = dots(*inputs)
+        out.backward(draw(*out.shape, seed=3))
+        found.append([out.detach(), inputs[0].grad, inputs[1].grad])
+    assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
+
+
+def test_dots_take_pieces_that_lie_apart_and_of_two_types():
+    dense = draw(6, 2, 8, seed=1)[:, :1].bfloat16().requires_grad_()
+    pooled = draw(6, 8, 5, seed=2).transpose(1, 2).requires_grad_()
+    out = NumbaDots(DotInteraction(6, 8))(dense, pooled)
+    torch.testing.assert_close(out.double(), dots_of([dense, pooled]), rtol=1e-5, atol=1e-5)
+    out.sum().backward()
+    assert (out.dtype, dense.grad.dtype, pooled.grad.shape) == (torch.float32, torch.bfloat16, pooled.shape)
+
+
+def test_dots_of_no_rows():
+    assert NumbaDots(DotInteraction(3, 4))(torch.zeros(0, 1, 4), torch.zeros(0, 2, 4)).shape == (0, 7)
+
+
+onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+
+
+@onednn
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 13, 5), (7, 415, 33), (300, 64, 1)])
+def test_a_layer_of_onednn_is_the_linear_layer(rows, inputs, outputs):
+    plain = nn.Linear(inputs, outputs)
+    values = draw(rows, inputs).requires_grad_()
+    exact = values.detach().double().requires_grad_()
+    weight, bias = (parameter.detach().double().requires_grad_() for parameter in plain.parameters())
+
+    out = OneDnnLinear(plain)(values)
+    expected = F.linear(exact, weight, bias)
+    gradient = draw(rows, outputs, seed=1)
+    out.backward(gradient)
+    expected.backward(gradient.double())
+
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(out, expected.float(), **close)
+    for found, one in [(values, exact), (plain.weight, weight), (plain.bias, bias)]:
+        torch.testing.assert_close(found.grad, one.grad.float(), **close)
+
+
+@onednn
+def test_an_mlp_keeps_its_parameters_names_and_dropout():
+    layers = mlp(13, [8, 4], dropout=0.5)
+    names = {name: id(parameter) for name, parameter in layers.named_parameters()}
+    values, plain = draw(20, 13), layers.eval()(draw(20, 13))
+    use_onednn(layers)
+    assert {name: id(parameter) for name, parameter in layers.named_parameters()} == names
+    torch.testing.assert_close(layers(values), plain)
+    assert (layers.train()(values) == 0).float().mean() > plain.eq(0).float().mean() + 0.1  # still drops some
+
+
+@onednn
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_not_hidden(value):
+    layers, values = mlp(13, [8, 4]), draw(20, 13)
+    use_onednn(layers)
+    values[3] = value
+    pooled = draw(20, 5, 4)
+    pooled[7, 2] = value
+    out = NumbaDots(DotInteraction(6, 4))(layers(values).unsqueeze(1), pooled)
+    assert sorted(set((~out.isfinite()).nonzero()[:, 0].tolist())) == [3, 7]
+
+
+@onednn
+def test_threads_do_not_change_a_bit_of_a_layer():
+    layer, values, found = OneDnnLinear(nn.Linear(415, 512)), draw(1000, 415), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        inputs = values.clone().requires_grad_()
+        out = layer(inputs)
+        out.backward(torch.ones_like(out))
+        found.append([out.detach(), inputs.grad])
+    assert all(torch.equal(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ({"cpu_name": "AMD EPYC 9554", "avx512_f": True}, True),
+        ({"cpu_name": "AMD EPYC 7713", "avx512_f": False}, False),
+        ({"cpu_name": "Intel(R) Xeon(R) Platinum 8481C", "avx512_f": True}, False),
+        ({"cpu_name": "Neoverse-V2"}, False),
+        ({}, False),
+    ],
+)
+def test_onednn_is_taken_where_mkl_has_no_avx512(processor, expected):
+    assert gains_from_onednn(processor) is expected
