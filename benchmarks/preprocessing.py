@@ -10,6 +10,9 @@ normalises and writes to shared memory. `batched_ratio` is the time of `ours_bat
 Every pass runs in its own process on one core, with libraries limited to one thread. Passes of our worker have the
 environment of a worker process. A round runs each contestant once, then the service with one worker and with two, on
 all cores. Files are in the page cache. The clock starts after a contestant's first unit of work.
+
+The roofline is what this machine's memory and our loops allow: bytes of the decoded columns, a core's read bandwidth,
+and nanoseconds of an id that is cut and hashed, copied to a row, and copied to a batch.
 """
 
 import argparse
@@ -20,22 +23,34 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
+
+import pyarrow.parquet as pq
 
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.machine import ROOT, describe_machine, machine, say
-from benchmarks.wide_table import WIDE, wide_table
+from benchmarks.wide_table import READ, WIDE, wide_table
+from pipeline.characterization.machine import measure_read_speed
+from pipeline.preprocessing import kernels
 from pipeline.preprocessing.executors import WORKER_ENVIRONMENT
+from pipeline.preprocessing.memory import PrivateWriter
+from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.worker import Worker
 
 DECODERS = tuple(name for name in CONTESTANTS if name.startswith("decode"))
 WORKERS = tuple(name for name in CONTESTANTS if name not in DECODERS)
 OURS = ("ours", "ours_batched")
+ROOFLINE = "roofline"
 SERVICES = (1, 2)
 """Workers of the service."""
+ROOFLINE_TRIES = 5
 PACKAGES = ("numpy", "pyarrow", "polars", "duckdb", "numba")
 ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "POLARS_MAX_THREADS"), "1"
@@ -48,7 +63,8 @@ def main(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         if options.contestant:
-            print(json.dumps(one_pass(options.contestant, folder, options.rows)))
+            one = roofline if options.contestant == ROOFLINE else partial(one_pass, options.contestant)
+            print(json.dumps(one(folder, options.rows)))
             return
         say(f"table of {options.rows} rows in {folder}")
         wide_table(folder, options.rows)
@@ -62,7 +78,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table")
     parser.add_argument("--rounds", type=int, default=5, help="passes of each contestant; the median counts")
     parser.add_argument("--folder", type=Path, help="keeps the table for the next run (2 GB); default: a temporary one")
-    parser.add_argument("--contestant", choices=(*DECODERS, *WORKERS), help="runs one pass of this contestant only")
+    parser.add_argument("--contestant", choices=(*DECODERS, *WORKERS, ROOFLINE), help="runs one pass of it only")
     return parser.parse_args(words)
 
 
@@ -91,6 +107,9 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
         one["ratio"] = round(one["median_seconds"] / contestants[fastest]["median_seconds"], 3)
         one["peak_mib"] = max(each["peak_mib"] for each in passes[name])
     services = {str(workers): spread(done) for workers, done in epochs.items()}
+    say(ROOFLINE)
+    limits = run_in_process(ROOFLINE, folder, rows)
+    decoded = 1e-9 * limits["decoded_bytes_per_row"] * rows / contestants[fastest]["median_seconds"]
     return {
         "decode_ratio": contestants["ours"]["ratio"],
         "batched_ratio": contestants["ours_batched"]["ratio"],
@@ -98,6 +117,7 @@ def measure(folder: Path, rows: int, rounds: int) -> dict[str, Any]:
         "fastest_decode": fastest,
         "contestants": contestants,
         "services": services,
+        ROOFLINE: limits | {"decoded_gb_per_second": round(decoded, 2)},
         "rows": rows,
         "rounds": rounds,
         "columns": {"lists": WIDE.lists, "numbers": WIDE.numbers, "unread": WIDE.unread},
@@ -161,6 +181,44 @@ def one_pass(name: str, folder: Path, rows: int) -> dict[str, Any]:
     return {"seconds": seconds, "rows": count, "ids": ids, "peak_mib": peak}
 
 
+def roofline(folder: Path, rows: int) -> dict[str, float]:
+    """Measures on this process's core what limits a worker; the fastest of some tries counts."""
+    table = wide_table(folder, rows)
+    decoded = pq.ParquetFile(table.files[0]).read_row_group(0, columns=list(READ), use_threads=False)
+    worker = Worker(table.spec, table.warehouse)
+    split = Split(fragments=(worker.fragments()[0],))
+    batching = CONTESTANTS["ours_batched"](table)[0]
+    spent: Counter[str] = Counter()
+
+    def timed(loop: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = loop(*arguments)
+            spent["copied"] += time.perf_counter() - start
+            return result
+
+        return call
+
+    nanoseconds: dict[str, list[float]] = {name: [] for name in ("hashed", "copied_to_rows", "copied_to_batches")}
+    for _ in range(ROOFLINE_TRIES):
+        spent.clear()
+        writer = PrivateWriter()
+        with patch.object(kernels, "append_lists", timed(kernels.append_lists)):
+            _, costs = worker.transform_split(split, writer)
+        ids = sum(len(array) for name, array in writer.finish().items() if name.endswith(".ids"))
+        hashing = sum(seconds for name, seconds in costs.op_seconds.items() if "sigrid_hash" in name)
+        nanoseconds["hashed"].append(1e9 * hashing / ids)
+        nanoseconds["copied_to_rows"].append(1e9 * spent["copied"] / ids)
+        spent.clear()
+        with patch.object(kernels, "scatter_ids", timed(kernels.scatter_ids)):
+            made = batching()
+        nanoseconds["copied_to_batches"].append(1e9 * spent["copied"] / made.ids)
+    return {
+        "decoded_bytes_per_row": round(decoded.nbytes / len(decoded), 1),
+        "read_gb_per_second": round(measure_read_speed(), 1),
+    } | {f"ns_per_id_{name}": round(min(found), 2) for name, found in nanoseconds.items()}
+
+
 def as_text(figures: dict[str, Any]) -> str:
     """Formats the figures as a Markdown table."""
     lines = ["| contestant | median s | min | max | x decode | rows/s | peak MiB |", "|---|---|---|---|---|---|---|"]
@@ -177,6 +235,7 @@ def as_text(figures: dict[str, Any]) -> str:
         )
     names = ("decode_ratio", "batched_ratio", "two_workers_speedup")
     lines.append("\n" + ", ".join(f"{name} {figures[name]}" for name in names))
+    lines.append(", ".join(f"{name} {value}" for name, value in figures[ROOFLINE].items()))
     lines.append("\n" + describe_machine(figures["machine"]))
     return "\n".join(lines)
 

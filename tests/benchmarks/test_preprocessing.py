@@ -147,7 +147,11 @@ def test_the_last_line_is_the_result(
     table: WideTable, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        preprocessing, "run_in_process", preprocessing.one_pass
+        preprocessing,
+        "run_in_process",
+        lambda name, *table: (
+            preprocessing.roofline(*table) if name == "roofline" else preprocessing.one_pass(name, *table)
+        ),
     )  # each is a process, which takes seconds to start
     monkeypatch.setattr(preprocessing, "epoch", lambda workers, *_: {"seconds": 4.0 / workers, "rows": ROWS})
     preprocessing.main(["--json", "--rows", str(ROWS), "--rounds", "1", "--folder", str(table.folder)])
@@ -160,5 +164,9 @@ def test_the_last_line_is_the_result(
     assert figures["two_workers_speedup"] == 2.0
     assert figures["services"]["2"]["rows_per_second"] == ROWS / 2
     assert {"python", "numpy", "pyarrow", "polars", "duckdb", "numba"} <= figures["machine"]["versions"].keys()
+    limits = figures["roofline"]
+    assert limits["decoded_bytes_per_row"] > 26 * 20 * 8  # 26 lists of about 26 ids
+    assert all(limits[f"ns_per_id_{what}"] > 0.0 for what in ("hashed", "copied_to_rows", "copied_to_batches"))
+    assert limits["decoded_gb_per_second"] == round(1e-9 * limits["decoded_bytes_per_row"] * ROWS / fastest, 2)
     text = preprocessing.as_text(figures)
     assert all(f"| {name} |" in text for name in (*CONTESTANTS, "1", "2"))

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -53,6 +54,27 @@ def test_a_child_that_starts_after_its_parent_ended_exits() -> None:
 def test_importing_the_package_leaves_the_garbage_collector_alone() -> None:
     program = "import gc; usual = gc.get_threshold(); import pipeline.process; print(gc.get_threshold() == usual, gc.get_freeze_count())"
     assert python(program).stdout.split() == ["True", "0"]
+
+
+def advises_huge_pages() -> bool:
+    """Whether the kernel leaves the choice to programs, and glibc knows the setting."""
+    path, (library, version) = Path("/sys/kernel/mm/transparent_hugepage/enabled"), platform.libc_ver()
+    known = library == "glibc" and tuple(map(int, version.split("."))) >= (2, 35)
+    return known and path.exists() and "[madvise]" in path.read_text()
+
+
+@pytest.mark.skipif(not advises_huge_pages(), reason="the kernel or glibc does not take the advice")
+@pytest.mark.parametrize("of_user", [None, "glibc.malloc.hugetlb=0"])
+def test_processes_ask_for_huge_pages_unless_the_user_says_otherwise(of_user: str | None) -> None:
+    program = (
+        "import ctypes\n"
+        "ctypes.CDLL(None).malloc(64 << 20)\n"
+        "print(any(' hg' in line for line in open('/proc/self/smaps') if line.startswith('VmFlags')))"
+    )
+    settings = "from pipeline.process import LIBRARY_ENVIRONMENT; print(LIBRARY_ENVIRONMENT['GLIBC_TUNABLES'])"
+    given = {} if of_user is None else {"GLIBC_TUNABLES": of_user}
+    tunables = python(settings, **given).stdout.strip()
+    assert python(program, GLIBC_TUNABLES=tunables).stdout.strip() == str(of_user is None)
 
 
 def test_memory_settings_of_the_user_stay() -> None:
