@@ -10,8 +10,6 @@ from models.dlrm import DLRM
 from models.layers import DotInteraction
 from pipeline.training.interaction import NumbaDots
 
-_linear: Any = torch.ops.mkldnn._linear_pointwise
-
 
 def use_cpu_modules(model: DLRM, bf16: bool) -> None:
     """Replaces modules of a model that trains on CPU by faster ones.
@@ -21,7 +19,7 @@ def use_cpu_modules(model: DLRM, bf16: bool) -> None:
     """
     if isinstance(model.interaction, DotInteraction):
         model.interaction = NumbaDots(model.interaction)
-    if not bf16 and gains_from_onednn(torch.cpu.get_capabilities()):
+    if not bf16 and torch.backends.mkldnn.is_available() and gains_from_onednn(torch.cpu.get_capabilities()):
         for layers in (model.bottom, model.top):
             if layers is not None:
                 use_onednn(layers)
@@ -67,17 +65,21 @@ class OneDnnLinear(nn.Module):
         return out
 
 
+def _multiply(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
+    return out
+
+
 class _Linear(torch.autograd.Function):
     """The gradient of the weights stays with PyTorch: oneDNN is not faster there, because both factors are turned."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(inputs, weight)
-        out: torch.Tensor = _linear(inputs, weight, bias, "none", [], "")
-        return out
+        return _multiply(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:  # type: ignore[override]
         inputs, weight = ctx.saved_tensors
-        of_inputs = _linear(gradient, weight.t(), None, "none", [], "") if ctx.needs_input_grad[0] else None
+        of_inputs = _multiply(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
         return of_inputs, gradient.t() @ inputs, gradient.sum(0)

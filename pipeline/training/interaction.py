@@ -84,9 +84,7 @@ def pair_dots(
     outputs = width + vectors * (vectors - 1) // 2
     stride, turned_stride = (width + LANES - 1) // LANES * LANES, (vectors + LANES - 1) // LANES * LANES
     own = np.zeros(turned_stride * stride, np.float32)
-    turned = np.zeros(
-        stride * turned_stride + TILE_ROWS, np.float32
-    )  # number e of vector f is at e * turned_stride + f
+    turned = np.zeros(stride * turned_stride + TILE_ROWS, np.float32)  # by number, then by vector
     products = np.empty(TILE_ROWS * turned_stride + LANES, np.float32)
     line = np.empty(outputs + LANES, np.float32)
     for b in range(start, stop):
