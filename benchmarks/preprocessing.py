@@ -23,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -139,7 +139,9 @@ def spread(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def run_in_process(name: str, folder: Path, rows: int) -> dict[str, Any]:
     """Runs one pass of a contestant in its own process."""
     words = ["benchmarks.preprocessing", "--contestant", name]
-    return _figures(words, folder, rows, ONE_THREAD | (WORKER_ENVIRONMENT if name in OURS else {}), _one_core)
+    return _figures(
+        words, folder, rows, ONE_THREAD | (WORKER_ENVIRONMENT if name in (*OURS, ROOFLINE) else {}), _one_core
+    )
 
 
 def epoch(workers: int, folder: Path, rows: int) -> dict[str, Any]:
@@ -188,35 +190,37 @@ def roofline(folder: Path, rows: int) -> dict[str, float]:
     worker = Worker(table.spec, table.warehouse)
     split = Split(fragments=(worker.fragments()[0],))
     batching = CONTESTANTS["ours_batched"](table)[0]
-    spent: Counter[str] = Counter()
-
-    def timed(loop: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            result = loop(*arguments)
-            spent["copied"] += time.perf_counter() - start
-            return result
-
-        return call
-
     nanoseconds: dict[str, list[float]] = {name: [] for name in ("hashed", "copied_to_rows", "copied_to_batches")}
     for _ in range(ROOFLINE_TRIES):
-        spent.clear()
         writer = PrivateWriter()
-        with patch.object(kernels, "append_lists", timed(kernels.append_lists)):
+        with timing("append_lists") as copying:
             _, costs = worker.transform_split(split, writer)
         ids = sum(len(array) for name, array in writer.finish().items() if name.endswith(".ids"))
         hashing = sum(seconds for name, seconds in costs.op_seconds.items() if "sigrid_hash" in name)
         nanoseconds["hashed"].append(1e9 * hashing / ids)
-        nanoseconds["copied_to_rows"].append(1e9 * spent["copied"] / ids)
-        spent.clear()
-        with patch.object(kernels, "scatter_ids", timed(kernels.scatter_ids)):
+        nanoseconds["copied_to_rows"].append(1e9 * sum(copying) / ids)
+        with timing("scatter_ids") as copying:
             made = batching()
-        nanoseconds["copied_to_batches"].append(1e9 * spent["copied"] / made.ids)
+        nanoseconds["copied_to_batches"].append(1e9 * sum(copying) / made.ids)
     return {
         "decoded_bytes_per_row": round(decoded.nbytes / len(decoded), 1),
         "read_gb_per_second": round(measure_read_speed(), 1),
     } | {f"ns_per_id_{name}": round(min(found), 2) for name, found in nanoseconds.items()}
+
+
+@contextmanager
+def timing(loop: str) -> Iterator[list[float]]:
+    """Collects the seconds of each call of a worker's loop inside the block."""
+    plain, seconds = getattr(kernels, loop), []
+
+    def call(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        result = plain(*arguments)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    with patch.object(kernels, loop, call):
+        yield seconds
 
 
 def as_text(figures: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """The dot interaction on CPU: one pass over the rows forward and one backward, on the threads of a rank.
 
-Libraries multiply a batch of many small matrices at a tenth of the rate of a large one. They also compute each pair
+Libraries multiply a batch of many small matrices at a fraction of the rate of a large one. They also compute each pair
 twice, and their products are gathered, joined and padded in passes of their own. Here one row's vectors stay in the
 processor's cache from the first copy to the finished outputs.
 
@@ -8,7 +8,6 @@ Shape letters: B rows, F feature vectors of a row, E width, P = F * (F - 1) / 2 
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from models.layers import DotInteraction, join_vectors
+from pipeline.training.tables.loops import LoopThreads
 from pipeline.training.tables.simd import (
     LANES,
     TILE_ROWS,
@@ -155,8 +155,8 @@ class NumbaDots(DotInteraction):
     def __init__(self, plain: DotInteraction) -> None:
         nn.Module.__init__(self)
         self.width_out = plain.width_out
-        threads = torch.get_num_threads()
-        self.pool = ThreadPoolExecutor(threads - 1, "interaction") if threads > 1 else None
+        self.most = torch.get_num_threads()
+        self.loops = LoopThreads(self.most)
 
     def forward(self, *pieces_BFE: torch.Tensor) -> torch.Tensor:
         """See the class."""
@@ -167,21 +167,15 @@ class NumbaDots(DotInteraction):
         out: torch.Tensor = _Dots.apply(*whole, self)  # type: ignore[no-untyped-call]
         return out
 
-    def _run_parallel(
-        self, kernel: Callable[..., None], first: torch.Tensor, rest: torch.Tensor, *others: torch.Tensor
-    ) -> None:
+    def run(self, loop: Callable[..., None], first: torch.Tensor, rest: torch.Tensor, *others: torch.Tensor) -> None:
         """Runs a loop over all rows, divided among PyTorch's number of threads."""
         rows, ahead, width = first.shape
         vectors = ahead + rest.shape[1]
         arrays = [tensor.reshape(-1).numpy() for tensor in (first, rest, *others)]
         wanted = max(1, rows * vectors * vectors * width // WORK_OF_A_THREAD)
-        threads = 1 if self.pool is None else min(torch.get_num_threads(), wanted)
+        threads = min(self.most, torch.get_num_threads(), wanted)
         bounds = [rows * n // threads for n in range(threads + 1)]
-        calls = [(*arrays, ahead, vectors, width, *bounds[n : n + 2]) for n in range(threads)]
-        waiting = [] if self.pool is None else [self.pool.submit(kernel, *call) for call in calls[1:]]
-        kernel(*calls[0])
-        for one in waiting:
-            one.result()
+        self.loops.run(loop, [(*arrays, ahead, vectors, width, *bounds[n : n + 2]) for n in range(threads)])
 
 
 class _Dots(torch.autograd.Function):
@@ -191,11 +185,11 @@ class _Dots(torch.autograd.Function):
         rows, ahead, width = first.shape
         vectors = ahead + rest.shape[1]
         out = torch.empty(rows, width + vectors * (vectors - 1) // 2)
-        dots._run_parallel(pair_dots, *ctx.vectors, out)
+        dots.run(pair_dots, *ctx.vectors, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
         of_first, of_rest = (torch.empty(vectors.shape) for vectors in ctx.vectors)
-        ctx.dots._run_parallel(pair_gradients, *ctx.vectors, gradient.contiguous(), of_first, of_rest)
+        ctx.dots.run(pair_gradients, *ctx.vectors, gradient.contiguous(), of_first, of_rest)
         return of_first, of_rest, None

@@ -40,6 +40,7 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.interaction import NumbaDots
 from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.tables.bags import NumbaBags
+from pipeline.training.tables.loops import LoopThreads
 from pipeline.training.tables.plan import ShardingPlan
 from pipeline.training.tables.sharding import iter_lookups
 from pipeline.training.trainer import Trainer
@@ -316,7 +317,7 @@ def list_parts(trainer: Trainer) -> list[StepPart]:
         StepPart(trainer.optimizer, "step", "optimizer"),
         StepPart(torch.autograd, "backward", BACKWARD),
         StepPart(dist.Work, "wait", "communication", compiled=True),
-        *(StepPart(kernel, "_run_parallel", None, compiled=True) for kernel in find_own_kernels(trainer.model)),
+        *(StepPart(threads, "run", None, compiled=True) for threads in find_loop_threads(trainer.model)),
     ]
     if trainer.replicated is not None:
         parts.append(StepPart(trainer.replicated, "step", "optimizer"))
@@ -333,17 +334,16 @@ def list_parts(trainer: Trainer) -> list[StepPart]:
     return [*parts, StepPart(inner, "score", "interaction"), *(StepPart(layer, "forward", "mlp") for layer in layers)]
 
 
-def find_own_kernels(model: DistributedModelParallel) -> list[NumbaBags | NumbaDots]:
-    """Returns the modules of this rank that run our own loops: tables, and the interaction."""
+def find_loop_threads(model: DistributedModelParallel) -> list[LoopThreads]:
+    """Returns the threads of this rank's modules that run our own loops: tables, and the interaction."""
     modules = itertools.chain(model.modules(), *(lookup.modules() for lookup in iter_lookups(model)))
-    return [module for module in modules if isinstance(module, NumbaBags | NumbaDots)]
+    return [module.loops for module in modules if isinstance(module, NumbaBags | NumbaDots)]
 
 
 def release_trainer(trainer: Trainer) -> None:
     """Releases what a trainer leaves behind: threads of its kernels, its group, its compiled code."""
-    for kernel in find_own_kernels(trainer.model):
-        if kernel.pool is not None:
-            kernel.pool.shutdown()
+    for threads in find_loop_threads(trainer.model):
+        threads.close()
     if isinstance(trainer, AsyncTrainer):
         trainer.close()
         dist.destroy_process_group(trainer.model._env.process_group)  # of this rank alone

@@ -1,7 +1,6 @@
 """NumbaBags: our CPU kernel for sharded embedding tables, which replaces FBGEMM's."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchrec.distributed import batched_embedding_kernel
 from pipeline.errors import ConfigError, ContractError
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables import kernels
+from pipeline.training.tables.loops import LoopThreads
 
 KINDS = {
     EmbOptimType.EXACT_SGD: kernels.SGD,
@@ -145,7 +145,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         """Scratch memory that the kernel reuses at every step. New pages would cost more than filling them."""
         self.rows_seen = [np.empty(slots, np.int64) for _ in range(threads)]
         self.parts = 1 << (threads - 1).bit_length()
-        self.pool = ThreadPoolExecutor(threads - 1) if threads > 1 else None
+        self.loops = LoopThreads(threads)
 
     def forward(  # type: ignore[override]
         self,
@@ -173,10 +173,10 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         parts = [(out, *bounds[n : n + 2]) for n in range(self.threads)]
         if id_weights is not None:
             calls = [(*tables, indices, offsets, id_weights, *part) for part in parts]
-            outside = self._run_parallel(kernels.pool_weighted, calls)
+            outside = self.loops.run(kernels.pool_weighted, calls)
         else:
             mean = self.pooling_mode == PoolingMode.MEAN
-            outside = self._run_parallel(kernels.pool, [(*tables, mean, indices, offsets, *part) for part in parts])
+            outside = self.loops.run(kernels.pool, [(*tables, mean, indices, offsets, *part) for part in parts])
         if sum(outside):
             raise IndexError(f"{sum(outside)} ids outside the tables {self.table_names}")
         return out
@@ -198,7 +198,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         numbers_of = flat.as_strided((numbers_in_memory,), (1,)).numpy()
         batch = (mean, indices, offsets, id_weights, numbers_of, stride, self.slots)
         shares = zip(self._share_out(offsets), self.rows_seen, self.sums, strict=False)  # of `threads` at most
-        self._run_parallel(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
+        self.loops.run(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
 
     def get_optimizer_state(self) -> list[dict[str, torch.Tensor]]:
         """Returns the state by table, in the form that TorchRec saves in checkpoints."""
@@ -237,12 +237,6 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
             numbers = tensor.detach().numpy()
             self.arrays[name] = tensor.data_ptr(), numbers
         return numbers
-
-    def _run_parallel(self, kernel: Any, calls: list[tuple[Any, ...]]) -> list[Any]:
-        """Runs one call on this thread and the others on the pool."""
-        waiting = [self.pool.submit(kernel, *call) for call in calls[1:]] if self.pool is not None else []
-        mine = [kernel(*call) for call in calls[:1]]
-        return mine + [future.result() for future in waiting]
 
 
 class _Lookup(torch.autograd.Function):

@@ -52,6 +52,11 @@ def _store(context: Any, builder: Any, kind: Any, array: Any, index: Any, vector
     builder.store(vector, _address(context, builder, kind, array, index), align=4)
 
 
+def _place(builder: Any, first: Any, step: Any, count: Any, vector: int = 0) -> Any:
+    """Returns the index first + step * count + 16 * vector."""
+    return builder.add(builder.add(first, builder.mul(step, count)), _INDEX(LANES * vector))
+
+
 def _broadcast(builder: Any, number: Any) -> Any:
     first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.IntType(32)(0))
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
@@ -156,21 +161,19 @@ def turn_square(_: Any, array: Any, at: Any, step: Any, out: Any, out_at: Any, o
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         array, at, step, out, out_at, out_step = arguments
-
-        def place(first: Any, step: Any, row: int) -> Any:
-            return builder.add(first, builder.mul(step, _INDEX(row)))
-
-        rows = [_load(context, builder, signature.args[0], array, place(at, step, r)) for r in range(LANES)]
+        rows = [
+            _load(context, builder, signature.args[0], array, _place(builder, at, step, _INDEX(r)))
+            for r in range(LANES)
+        ]
         half = LANES // 2
         orders = [[start + n // 2 + n % 2 * LANES for n in range(LANES)] for start in (0, half)]
         masks = [ir.Constant(ir.VectorType(ir.IntType(32), LANES), order) for order in orders]
-        for _ in range(
-            4
-        ):  # each pass interleaves row r with row r + 8, as one shuffles cards; four passes turn 16 rows
+        # Each pass interleaves row r with row r + 8, as one shuffles cards. Four passes turn 16 rows.
+        for _ in range(4):
             pairs = list(zip(rows[:half], rows[half:], strict=True))
             rows = [builder.shuffle_vector(*pair, mask) for pair in pairs for mask in masks]
         for r, row in enumerate(rows):
-            _store(context, builder, signature.args[3], out, place(out_at, out_step, r), row)
+            _store(context, builder, signature.args[3], out, _place(builder, out_at, out_step, _INDEX(r)), row)
         return context.get_dummy_value()
 
     index = types.intp
@@ -201,20 +204,17 @@ def _tile_op(vectors: int) -> Any:
             multiply_add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
             tile = [(r, v) for r in range(TILE_ROWS) for v in range(vectors)]
 
-            def place(first: Any, step: Any, count: Any, v: int = 0) -> Any:
-                return builder.add(builder.add(first, builder.mul(step, count)), _INDEX(LANES * v))
-
             before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
             builder.branch(loop)
             builder.position_at_end(loop)
             k, sums = builder.phi(_INDEX), [builder.phi(_VECTOR) for _ in tile]
             columns = [
-                _load(context, builder, signature.args[4], other, place(other_at, other_step, k, v))
+                _load(context, builder, signature.args[4], other, _place(builder, other_at, other_step, k, v))
                 for v in range(vectors)
             ]
-            first = place(at, column_step, k)
+            first = _place(builder, at, column_step, k)
             rows = [
-                _broadcast(builder, builder.load(builder.gep(factors, [place(first, row_step, _INDEX(r))])))
+                _broadcast(builder, builder.load(builder.gep(factors, [_place(builder, first, row_step, _INDEX(r))])))
                 for r in range(TILE_ROWS)
             ]
             totals = [
@@ -230,7 +230,8 @@ def _tile_op(vectors: int) -> Any:
                 total.add_incoming(later, loop)
             builder.position_at_end(after)
             for (r, v), total in zip(tile, totals, strict=True):
-                _store(context, builder, signature.args[8], out, place(out_at, out_step, _INDEX(r), v), total)
+                index = _place(builder, out_at, out_step, _INDEX(r), v)
+                _store(context, builder, signature.args[8], out, index, total)
             return context.get_dummy_value()
 
         index = types.intp

@@ -23,7 +23,7 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def dots_of(pieces, gradient=None):
+def dots_of(pieces):
     """The definition, in float64, pair by pair."""
     vectors = torch.cat([piece.double() for piece in pieces], 1)
     count = vectors.shape[1]
