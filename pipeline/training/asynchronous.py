@@ -6,7 +6,6 @@ to validate and to save. Between these points, no rank waits for another.
 """
 
 import fcntl
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from pipeline.data.batch import Batch
 from pipeline.training.optim import dense_parameters
 from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.tables.bags import NumbaBags
+from pipeline.training.tables.shared import share_memory
 from pipeline.training.trainer import Trainer
 
 
@@ -26,18 +26,15 @@ def share_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Copies rank 0's values to memory shared by all ranks. Returns it with its descriptor. All ranks call it together.
 
     The memory has no name, so it is freed with the last process that maps it, however that process ends.
+
+    Raises:
+        OSError: If some rank is on another machine.
     """
-    fd = os.memfd_create("dlrm-shared", os.MFD_CLOEXEC) if dist.get_rank() == 0 else -1
-    size = max(tensor.nbytes, 1)
-    if fd >= 0:
-        os.ftruncate(fd, size)
-    source = torch.tensor([os.getpid(), fd])
-    dist.broadcast(source, 0)
-    if fd < 0:
-        process, number = source.tolist()
-        fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)[: tensor.nbytes]
-    common = memory.view(tensor.dtype).view(tensor.shape)
+    shared = share_memory(max(tensor.nbytes, 1))
+    if shared is None:
+        raise OSError("ranks that train asynchronously must be processes of one machine, and share its /proc")
+    memory, fd = shared
+    common = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
     if dist.get_rank() == 0:
         common.copy_(tensor.detach())
     dist.barrier()

@@ -1,6 +1,6 @@
 """NumbaBags: our CPU kernel for sharded embedding tables, which replaces FBGEMM's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,6 +120,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
             raise NotImplementedError("The numba kernel does not support lookups without pooling.")
         self.arrays: dict[str, tuple[int | None, np.ndarray]] = {}
         """Tensor name -> its address and array. The array keeps the memory alive, so the address is not reused."""
+        self.divided = False
+        """Whether ids outside the tables are those of other ranks; see `place`."""
         self.steps = 0
         """Number of the next update, counted from 1. See `set_update_number`."""
         self.second = torch.zeros_like(self.weights_host.detach()) if self.kind == kernels.ADAM else torch.empty(0)
@@ -155,19 +157,39 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         **others: Any,
     ) -> torch.Tensor:
         """See the class."""
-        mean = self.pooling_mode == PoolingMode.MEAN
-        if any(value is not None for value in others.values()) or (mean and per_sample_weights is not None):
-            raise NotImplementedError("The numba kernel knows no weights with means, nor other options of a lookup.")
+        if any(value is not None for value in others.values()):
+            raise NotImplementedError("The numba kernel knows no other options of a lookup.")
         weights = None if per_sample_weights is None else per_sample_weights.detach().float()
         pooled: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
             self.placeholder_autograd_tensor, self, indices.long(), offsets.long(), weights
         )
         return pooled
 
-    def lookup(self, indices: np.ndarray, offsets: np.ndarray, id_weights: np.ndarray | None) -> np.ndarray:
-        """Returns the pooled vectors of a batch, float32 [B, sum of widths]."""
+    def place(self, columns: Sequence[int], divided: bool) -> None:
+        """Makes the tables a part of those whose vectors one array has.
+
+        Args:
+            columns: First column of each feature's vector in the arrays of vectors and of their gradients.
+            divided: Whether other ranks have other rows of the tables. Ids outside are then theirs.
+        """
+        self.divided = divided
+        self.features[:, 3] = columns
+        self.members[:, 1] = self.features[self.members[:, 0], 3]
+
+    def lookup(
+        self, indices: np.ndarray, offsets: np.ndarray, id_weights: np.ndarray | None, out: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Returns the pooled vectors of a batch, float32 [B, sum of widths].
+
+        Args:
+            out: Where to write them, float32 [B, C]. Columns of other features stay as they are. None: new memory.
+        """
+        mean = self.pooling_mode == PoolingMode.MEAN
+        if mean and id_weights is not None:
+            raise NotImplementedError("The numba kernel knows no weights with means.")
         bags = (len(offsets) - 1) // len(self.features)
-        out = torch.empty(bags, self.total_D).numpy()  # NumPy's own asks for huge pages, which can take 50 ms
+        if out is None:
+            out = torch.empty(bags, self.total_D).numpy()  # NumPy's own asks for huge pages, which can take 50 ms
         tables = (self._numbers("weights_host"), self.features)
         bounds = [bags * n // self.threads for n in range(self.threads + 1)]
         parts = [(out, *bounds[n : n + 2]) for n in range(self.threads)]
@@ -175,9 +197,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
             calls = [(*tables, indices, offsets, id_weights, *part) for part in parts]
             outside = self.loops.run(kernels.pool_weighted, calls)
         else:
-            mean = self.pooling_mode == PoolingMode.MEAN
             outside = self.loops.run(kernels.pool, [(*tables, mean, indices, offsets, *part) for part in parts])
-        if sum(outside):
+        if sum(outside) and not self.divided:
             raise IndexError(f"{sum(outside)} ids outside the tables {self.table_names}")
         return out
 

@@ -11,10 +11,11 @@ from pipeline.training.asynchronous import SharedBags
 from pipeline.training.config import TrainConfig
 from pipeline.training.dense import use_cpu_modules
 from pipeline.training.optim import fill_tables, fuse_table_optimizer, init_tables
-from pipeline.training.tables.bags import NumbaBags, use_table_kernel
+from pipeline.training.tables.bags import NumbaBags, use_table_kernel, uses_fbgemm
 from pipeline.training.tables.plan import ShardingPlan
 from pipeline.training.tables.planner import plan_sharding
 from pipeline.training.tables.sharding import apply_plan, to_torchrec
+from pipeline.training.tables.shared import share_exchange
 
 
 def shard_model(
@@ -46,6 +47,9 @@ def shard_model(
     group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in shared memory
     with use_table_kernel(config, device, NumbaBags if lockstep else SharedBags):
         whole = apply_plan(model, plan, device, config.vector_communication, config.gradient_communication, group)
+    exact = (config.vector_communication, config.gradient_communication) == ("fp32", "fp32")
+    if lockstep and dist.get_world_size() > 1 and exact and not uses_fbgemm(config, device.type):
+        share_exchange(whole, model.names)
     inner = get_unwrapped_module(whole)
     if config.compile:
         inner.score = torch.compile(inner.score)

@@ -4,9 +4,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from pipeline.data.position import Position
 from pipeline.jobs.training.rank import start_group
 from pipeline.training.config import TrainConfig
 from pipeline.training.state import checkpoint
-from pipeline.training.tables import model
+from pipeline.training.tables import model, shared
 from pipeline.training.trainer import Trainer
 from storage.artifacts import write_json
 
@@ -41,14 +43,29 @@ WEIGHTED = [replace(bag, weighted=bag.table != "shop") for bag in BAGS]
 ROWS, STEPS, DENSE = 24, 12, 3
 
 
+class Conditions(BaseModel):
+    """What else differs between cases."""
+
+    weighted: bool = False
+    uneven: int | None = None
+    """Gives ranks other numbers of rows at each step, the first in one step as few as this. None: equal numbers."""
+    apart: bool = False
+    """Whether ranks take themselves to be on machines that share no memory."""
+
+
 class Cases(BaseModel):
-    """What the ranks receive: a name for each TrainConfig, and whether it is `weighted`."""
+    """What the ranks receive: a name for each TrainConfig, and some of the values of `Conditions`."""
 
     world_size: int
     hosts: int = 1
     """Hosts that the ranks take themselves to be on."""
     device: Literal["cpu", "cuda"] = "cpu"
     cases: dict[str, dict[str, Any]]
+
+
+def conditions(settings: dict[str, Any]) -> Conditions:
+    """Takes the conditions out of the settings of a case."""
+    return Conditions(**{name: settings.pop(name) for name in Conditions.model_fields if name in settings})
 
 
 def training(world_size: int, device: str = "cpu", **settings: Any) -> TrainConfig:
@@ -62,11 +79,14 @@ def training(world_size: int, device: str = "cpu", **settings: Any) -> TrainConf
     return TrainConfig(**base | settings)
 
 
-def batches(rank: int = 0, world_size: int = 1, weighted: bool = False) -> Iterator[Batch]:
+def batches(rank: int = 0, world_size: int = 1, weighted: bool = False, uneven: int | None = None) -> Iterator[Batch]:
     """Returns this rank's rows of each step. Some bags are empty, and in one step all of one feature's."""
-    random, of_weights = np.random.default_rng(7), np.random.default_rng(8)
-    share = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
+    random, of_weights, of_shares = (np.random.default_rng(seed) for seed in (7, 8, 9))
+    bounds = [ROWS * number // world_size for number in range(world_size + 1)]
     for step in range(STEPS):
+        if uneven is not None:
+            bounds[1:-1] = sorted(of_shares.integers(1, ROWS, world_size - 1)) if step else [uneven] * (world_size - 1)
+        share = slice(bounds[rank], bounds[rank + 1])
         dense = random.normal(size=(ROWS, DENSE)).astype(np.float32)
         labels = (random.random(ROWS) < 0.4).astype(np.float32)
         lengths = random.integers(0, 4, (len(BAGS), ROWS))
@@ -76,27 +96,33 @@ def batches(rank: int = 0, world_size: int = 1, weighted: bool = False) -> Itera
             [of_weights.normal(size=len(one)) if bag.weighted else np.ones(len(one)) for one in row]
             for bag, row in zip(WEIGHTED, ids, strict=True)
         ]
-        join = lambda rows: torch.from_numpy(np.concatenate([one for row in rows for one in row[share]]))  # noqa: E731
         sparse = KeyedJaggedTensor(
             keys=[bag.name for bag in BAGS],
-            values=join(ids),
-            weights=join(weights).float() if weighted else None,
+            values=join(ids, share, torch.int64),
+            weights=join(weights, share, torch.float32) if weighted else None,
             lengths=torch.from_numpy(lengths[:, share].reshape(-1).astype(np.int32)),
         )
         mine = torch.from_numpy(labels[share])
         yield Batch(torch.from_numpy(dense[share]), sparse, mine, torch.ones_like(mine), Position(), ROWS)
 
 
+def join(lists: list[list[np.ndarray]], rows: slice, dtype: torch.dtype) -> torch.Tensor:
+    """Concatenates the lists of some rows, feature by feature."""
+    return torch.tensor([number for of_feature in lists for one in of_feature[rows] for number in one], dtype=dtype)
+
+
 def trained(
-    config: TrainConfig, device: torch.device, weighted: bool = False
+    config: TrainConfig, device: torch.device, given: Conditions | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor] | None]:
     """Returns the loss of each step and, on rank 0, the whole weights."""
+    given = given or Conditions()
     torch.manual_seed(SEED)
-    whole = DLRM(MODEL, DENSE, WEIGHTED if weighted else BAGS, device="meta")
-    sharded, _ = model.shard_model(whole, config, device, SEED, MODEL.embedding_init)
+    whole = DLRM(MODEL, DENSE, WEIGHTED if given.weighted else BAGS, device="meta")
+    with patch.object(shared, "share_memory", lambda *_: None) if given.apart else nullcontext():
+        sharded, _ = model.shard_model(whole, config, device, SEED, MODEL.embedding_init)
     trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
     losses = []
-    for batch in batches(dist.get_rank(), dist.get_world_size(), weighted):
+    for batch in batches(dist.get_rank(), dist.get_world_size(), given.weighted, given.uneven):
         trainer.train_step(batch.to(device))
         losses.append(trainer.take_window().loss / ROWS)
     return losses, checkpoint.full_state(sharded.state_dict())
@@ -110,9 +136,9 @@ def main(path: str) -> None:
     device = start_group(training(spec.world_size, spec.device), rank)
     losses = {}
     for name, settings in spec.cases.items():
-        weighted = settings.pop("weighted", False)
+        given = conditions(settings)
         config = training(spec.world_size, spec.device, **place, **settings)
-        losses[name], weights = trained(config, device, weighted)
+        losses[name], weights = trained(config, device, given)
         if weights is not None:
             save_file(weights, folder / f"{name}.safetensors")
     if rank == 0:

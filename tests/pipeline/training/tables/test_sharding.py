@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import get_unwrapped_module
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import SparseFeature
 from models.dlrm import DLRM
@@ -20,7 +22,19 @@ from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.training.optim import INIT_BLOCK_ROWS, _block
 from pipeline.training.tables.model import shard_model
 from pipeline.training.tables.planner import plan_sharding
-from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, WEIGHTED, Cases, batches, trained, training
+from pipeline.training.tables.shared import share_exchange
+from tests.pipeline.training.placements import (
+    BAGS,
+    DENSE,
+    MODEL,
+    SEED,
+    WEIGHTED,
+    Cases,
+    batches,
+    conditions,
+    trained,
+    training,
+)
 
 ROOT = Path(__file__).resolve().parents[4]
 LOSS_TOLERANCE, TOLERANCE = 1e-5, 1e-4
@@ -68,7 +82,12 @@ CASES: dict[str, dict[str, Any]] = {
         "weighted": True,
     },
     "weighted_columns": {"sharding": "column_wise", "table_optimizer": "adagrad", "weighted": True},
+    "uneven": {"sharding": MIXED, "uneven": 1},
+    "uneven_weighted": {"sharding": rules(user="table_wise", goods="row_wise"), "weighted": True, "uneven": 1},
+    "without_rows": {"sharding": "table_wise", "uneven": 0},
 }
+APART = ("table_wise", "row_wise", "column_wise", "mixed", "grid_shard", "weighted_row_wise", "without_rows")
+"""Cases that are also trained by ranks that share no memory."""
 ROUGHER = {
     f"{kind}_fp16": {"sharding": kind, "vector_communication": "fp16", "gradient_communication": "fp16"}
     for kind in ("table_wise", "row_wise")
@@ -98,7 +117,8 @@ def by_ranks(
     cases: Mapping[str, dict[str, Any]] | None = None,
     hosts: int = 1,
 ) -> Result:
-    cases = cases or CASES | ROUGHER | (ON_CUDA if device == "cuda" else {})
+    apart = {f"{case}_apart": CASES[case] | {"apart": True} for case in APART}
+    cases = cases or CASES | ROUGHER | (ON_CUDA if device == "cuda" else apart)
     run_ranks(
         "tests.pipeline.training.placements",
         Cases(world_size=world_size, hosts=hosts, device=device, cases=cases),
@@ -118,8 +138,9 @@ def one(device: torch.device) -> Result:
     """All cases on one rank, in this process."""
     found = {}
     for name, settings in CASES.items():
-        usual = {key: value for key, value in settings.items() if key != "weighted"}
-        found[name] = trained(training(1, **usual), device, usual != settings)
+        usual = dict(settings)
+        given = conditions(usual)
+        found[name] = trained(training(1, **usual), device, given)
     return {name: losses for name, (losses, _) in found.items()}, {
         name: weights for name, (_, weights) in found.items()
     }
@@ -250,6 +271,47 @@ def test_a_plan_repeats_bit_for_bit(one: Result, two: Result) -> None:
     for losses, weights in (one, two):
         assert losses["mixed_again"] == losses["mixed"]
         assert all(value.equal(weights["mixed"][name]) for name, value in weights["mixed_again"].items())
+
+
+@pytest.mark.parametrize("case", APART)
+def test_shared_memory_carries_the_same_bits_as_sockets(two: Result, case: str) -> None:
+    """For two ranks. TorchRec may add the parts of a divided table in another order if there are more."""
+    losses, weights = two
+    assert losses[case] == losses[f"{case}_apart"]
+    assert all(value.equal(weights[f"{case}_apart"][name]) for name, value in weights[case].items())
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_shared_memory_grows_with_the_batch(device: torch.device, kind: Literal["table_wise", "row_wise"]) -> None:
+    """With vectors and gradients as before, and after a batch without an update."""
+    models = []
+    for shared in (False, True):
+        whole = DLRM(MODEL, DENSE, BAGS, device="meta")
+        model, _ = shard_model(whole, training(1, sharding=kind), device, SEED, MODEL.embedding_init)
+        if shared:
+            share_exchange(model, whole.names)
+        models.append(get_unwrapped_module(model).embeddings)
+    random = np.random.default_rng(SEED)
+    for rows in (1, 24, 3, 700, 20):
+        lengths = random.integers(0, 9, (len(BAGS), rows)).astype(np.int32)
+        ids = np.concatenate([random.integers(0, bag.rows, n.sum()) for bag, n in zip(BAGS, lengths, strict=True)])
+        sparse = KeyedJaggedTensor(
+            [bag.name for bag in BAGS], torch.from_numpy(ids), lengths=torch.from_numpy(lengths.reshape(-1))
+        )
+        expected, found = (ShardedEmbeddingBagCollection.forward(tables, sparse).to_dict() for tables in models)
+        assert all(found[name].equal(expected[name]) for name in expected)
+        if rows != 3:
+            for vectors in (expected, found):
+                sum((vector * torch.arange(16)).sum() for vector in vectors.values()).backward()
+
+
+def test_an_id_outside_a_divided_table_is_refused(device: torch.device) -> None:
+    whole = DLRM(MODEL, DENSE, BAGS, device="meta")
+    model, _ = shard_model(whole, training(1, sharding="row_wise"), device, SEED, MODEL.embedding_init)
+    share_exchange(model, whole.names)
+    lengths = torch.tensor([0, 1, 0, 0, 0], dtype=torch.int32)
+    with pytest.raises(IndexError, match="ids of feature 'shop' from 7 to 7, outside 7 rows"):
+        get_unwrapped_module(model).embeddings(KeyedJaggedTensor(whole.names, torch.tensor([7]), lengths=lengths))
 
 
 @pytest.mark.parametrize("case", ROUGHER)
