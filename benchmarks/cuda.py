@@ -62,8 +62,7 @@ def main(words: Sequence[str]) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    meeting = f"file://{tempfile.mkdtemp()}/store"
-    dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1, device_id=device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     rates = measure_rates(device)
     rows = []
     for batch_rows in options.batch_rows:

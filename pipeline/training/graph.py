@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_unwrapped_module
 
 from pipeline.data.batch import Batch
@@ -37,6 +38,11 @@ class DenseGraph:
     In a small step most time goes into launching kernels one by one. The graph launches the same kernels, so results
     are the same bit for bit. It is captured for the first whole batch and takes batches of as many rows.
 
+    Several ranks average the gradients after each launch, in one piece; see `begin_average`. DDP's averages cannot be
+    part of a graph. DDP also keeps nodes for its parameters, because of which a backward pass would make the default
+    stream wait for the captured one. A capture forbids that. So the graph of several ranks has tensors of its own that
+    share the memory of the parameters.
+
     Args:
         dense: All parameters except the tables. Their memory must stay where it is.
     Source:
@@ -45,7 +51,17 @@ class DenseGraph:
 
     def __init__(self, model: DistributedModelParallel, config: TrainConfig, dense: list[nn.Parameter]) -> None:
         self.inner: Any = get_unwrapped_module(model)
-        self.config, self.dense = config, dense
+        self.config, self.ranks = config, dist.get_world_size()
+        self.scorer = _Scorer(self.inner)
+        self.dense: list[torch.Tensor] = list(dense)
+        """What the graph differentiates by."""
+        self.replaced: dict[str, torch.Tensor] = {}
+        if self.ranks > 1:
+            self.dense = [parameter.detach().requires_grad_() for parameter in dense]
+            names = {id(parameter): name for name, parameter in self.scorer.named_parameters()}
+            self.replaced = {names[id(one)]: own for one, own in zip(dense, self.dense, strict=True)}
+        self.flat = torch.empty(0)
+        """Gradients of the dense parameters of several ranks in one piece."""
         self.inputs: list[torch.Tensor] = []
         """Memory of the graph's inputs: pooled vectors, dense columns, labels, weights. Empty before the capture."""
         self.replay: Callable[[], DenseResults] = self._capture
@@ -65,7 +81,7 @@ class DenseGraph:
             pooled_BFE: pooled vectors of the tables, float32 [B, F, E].
         """
         given = [pooled_BFE.detach(), batch.dense, batch.labels, batch.weights]
-        scale = 1.0 / batch.whole
+        scale = self.ranks / batch.whole  # gradients are averaged, and the loss is a mean over the rows of all ranks
         if not self.inputs:
             self.inputs = [tensor.clone() for tensor in given]
             self.scales, self.scale = torch.full_like(batch.labels, scale), scale
@@ -94,27 +110,52 @@ class DenseGraph:
         self.replay = replay
         return replay()
 
+    def begin_average(self) -> Callable[[], object]:
+        """Begins to average the gradients over the ranks, which call it together. Returns what waits for the end."""
+        if self.ranks == 1:
+            return lambda: None
+        self.flat.div_(self.ranks)  # before the sum, as DDP does
+        work = dist.all_reduce(self.flat, async_op=True)
+        assert work is not None
+        return work.wait
+
     def _differentiate(self) -> DenseResults:
         pooled, dense_BD, labels, weights = self.inputs
         pooled_BFE = pooled.detach().requires_grad_()
         with dense_precision(self.config, dense_BD.device):
-            logits = self.inner.score(dense_BD, pooled_BFE).float()
+            logits = functional_call(self.scorer, self.replaced, (dense_BD, pooled_BFE)).float()
         losses = F.binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="none")
         *dense, of_vectors = torch.autograd.grad(losses, [*self.dense, pooled_BFE], self.scales)
+        if self.ranks > 1:
+            self.flat = torch.cat([gradient.reshape(-1) for gradient in dense])
+            parts = self.flat.split([gradient.numel() for gradient in dense])
+            dense = [part.view_as(gradient) for part, gradient in zip(parts, dense, strict=True)]
         sums = loss_sums(logits.detach(), losses.detach(), labels, weights)
         return DenseResults(losses.detach(), sums, of_vectors, tuple(dense))
+
+
+class _Scorer(nn.Module):
+    """The model without its tables as a module, whose parameters `functional_call` replaces."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, dense_BD: torch.Tensor, pooled_BFE: torch.Tensor) -> torch.Tensor:
+        logits_B: torch.Tensor = self.inner.score(dense_BD, pooled_BFE)
+        return logits_B
 
 
 def build_graph(
     model: DistributedModelParallel, config: TrainConfig, dense: list[nn.Parameter], device: torch.device, draws: bool
 ) -> DenseGraph | None:
-    """Returns the graph of a rank that trains alone on CUDA. None: its steps launch kernels one by one.
+    """Returns the graph of a rank on CUDA. None: its steps launch kernels one by one.
 
-    Dropout draws new numbers at every step, which a graph would not. DDP, which averages the gradients of several
-    ranks, makes the default stream wait for every backward pass. A capture forbids that.
+    Dropout draws new numbers at every step, which a graph would not. Compiled code reads the parameters themselves,
+    which a graph of several ranks must not.
 
     Args:
         draws: Whether the model has dropout.
     """
-    fitting = device.type == "cuda" and dist.get_world_size() == 1 and not draws
+    fitting = device.type == "cuda" and not draws and not (config.compile and dist.get_world_size() > 1)
     return DenseGraph(model, config, dense) if fitting and config.cuda_graph else None

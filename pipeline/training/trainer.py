@@ -223,8 +223,12 @@ class Trainer:
         """Trains the rows as `train_whole` does, with the dense part as one CUDA graph."""
         pooled_BFE = graph.inner.pool(batch.sparse)
         results = graph.differentiate(pooled_BFE, batch)
+        if self.prefetcher is not None:
+            self.prefetcher.send()
         if not self.skips(results.losses):
+            average = graph.begin_average()
             pooled_BFE.backward(results.pooled_gradient_BFE)  # updates the tables
+            average()
             for parameter, gradient in zip(self.dense, results.gradients, strict=True):
                 parameter.grad = gradient
             self.update_dense()
