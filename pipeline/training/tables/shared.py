@@ -316,20 +316,20 @@ class Exchange:
         sent = [feature.sent for feature in self.own]
         lengths = np.concatenate([lengths[sent] for lengths, _, _ in slots], 1)
         total = int(heads[:, COUNTS:][:, sent].sum())
-        ids, weights = np.empty(total, np.int64), np.empty(total if weighted else 0, np.float32)
+        ids = torch.empty(total, dtype=torch.int64)  # not NumPy's memory, as in `NumbaBags.lookup`
+        weights = torch.empty(total) if weighted else None
         at = 0
         for feature in self.own:
             for rank, (_, ids_of_rank, weights_of_rank) in enumerate(slots):
                 part = slice(starts[rank][feature.sent], int(ends[rank, feature.sent]))
                 into = slice(at, at + part.stop - part.start)
-                np.subtract(ids_of_rank[part], feature.first_row, out=ids[into])
-                if weighted:
-                    weights[into] = weights_of_rank[part]
+                np.subtract(ids_of_rank[part], feature.first_row, out=ids[into].numpy())
+                if weights is not None:
+                    weights[into] = torch.from_numpy(weights_of_rank[part])
                 at = into.stop
         bounds = [0, *heads[:, ROWS].cumsum().tolist()]
         gathered = GatheredIds(
-            self.names, torch.from_numpy(ids), torch.from_numpy(weights) if weighted else None,
-            torch.from_numpy(lengths.reshape(-1)), stride=bounds[-1],
+            self.names, ids, weights, torch.from_numpy(lengths.reshape(-1)), stride=bounds[-1]
         )  # fmt: skip
         gathered.place = slice(*bounds[self.rank : self.rank + 2])
         return gathered
