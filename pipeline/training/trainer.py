@@ -94,6 +94,8 @@ class Trainer:
         self.dense = [parameter for _, parameter in dense_parameters(model)]
         self.lanes = None if config.lanes is None else Lanes(model, config, self.dense)
         self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
+        rounds = config.table_precision == "fp16" and device.type == "cuda"  # FBGEMM rounds updates at random there
+        self.reseeds = self.lanes is None and (self.draws or rounds)
         self.graph = build_graph(model, config, self.dense, device, self.draws)
         self.threads = choose_threads(model, config, device, self.report_threads)
         several = config.sync == "synchronous" and dist.get_world_size() > 1
@@ -175,7 +177,7 @@ class Trainer:
             coming: The next batch, if its ids are prefetched.
         """
         start = time.perf_counter()
-        if self.draws and self.lanes is None:  # dropout depends only on the step, so a resumed run repeats it
+        if self.reseeds:  # random numbers depend only on the step, so a resumed run repeats them
             words = [self.seed, self.progress.steps, dist.get_rank()]
             torch.manual_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
         self.rates.set(self.progress.steps, self.progress.steps_before)

@@ -193,7 +193,7 @@ def cut_after(client: Client, batches: int) -> Callable[[Position], Iterator[Bat
         pytest.param(CACHED, (9,), marks=ON_CUDA),
         pytest.param(CACHED | {"average_from_step": 3, "average_every_steps": 2}, (23,), marks=ON_CUDA),
         pytest.param({"table_memory": "uvm"}, (9,), marks=ON_CUDA),
-        pytest.param({"table_precision": "fp16"}, (9,), marks=ON_CUDA),
+        ({"table_precision": "fp16"}, (9,)),
         pytest.param({"table_optimizer": "adam"}, (9,), marks=ON_CUDA),
     ],
     ids=[
