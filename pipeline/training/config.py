@@ -171,12 +171,15 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Compiles everything except the tables (torch.compile, needs a C++ compiler). This takes about a minute and pays
     off in long trainings."""
     cuda_graph: bool = True
-    """On CUDA, a rank launches everything except the tables and the optimizers as one CUDA graph. Results are the same
-    bit for bit. Without effect with dropout, shared lists (`deduplicate`), or `compile` on several ranks."""
+    """On CUDA, a rank launches everything except the tables and the optimizers as one CUDA graph. Results of up to two
+    ranks are the same bit for bit; sums over more may be added in another order. Without effect with dropout, shared
+    lists (`deduplicate`), or `compile` on several ranks."""
     vector_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Data type of the pooled vectors that ranks exchange; gloo does not support bf16."""
+    """Data type of the pooled vectors that ranks exchange; gloo does not support bf16. On CPU, fp32 alone goes through
+    shared memory."""
     gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Data type of the gradients of pooled vectors that ranks exchange; gloo does not support bf16."""
+    """Data type of the gradients of pooled vectors that ranks exchange; gloo does not support bf16. On CPU, fp32 alone
+    goes through shared memory."""
     send_ids_ahead: bool = False
     """Prefetches the input distribution: ids of the next batch are sent to the ranks that hold their tables while this
     batch is trained. Results are the same bit for bit. It gains nothing between ranks that share memory."""

@@ -67,7 +67,7 @@ class DenseGraph:
         self.replay: Callable[[], DenseResults] = self._capture
 
     def fits(self, batch: Batch) -> bool:
-        """Whether the graph takes this batch."""
+        """Whether the graph takes this batch. Ranks agree, since their shares are padded to equal numbers of rows."""
         if batch.shared is not None:
             return False
         if not self.inputs:  # the last batch of an epoch is smaller

@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ ROWS, IDS, COUNTS = 0, 1, 2
 """Columns of the header: rows of a rank's batch, its ids, and from there on its ids of each feature."""
 SPARE = 1.25
 """Memory that is too small is replaced by this much more than needed, since the ids of batches differ in number."""
-TOKEN_BYTES = 16
+NAME, TOKEN_BYTES = "dlrm-shared", 16
 WHOLE = (TwPooledEmbeddingSharding, CwPooledEmbeddingSharding, TwCwPooledEmbeddingSharding)
 """Shardings in which one rank has all rows of a table, or of some of its columns."""
 BY_ROWS = (RwPooledEmbeddingSharding, TwRwPooledEmbeddingSharding, GridPooledEmbeddingSharding)
@@ -70,27 +71,52 @@ def share_memory(size: int, group: dist.ProcessGroup | None = None) -> tuple[tor
     Returns:
         None if some rank cannot map the memory of rank 0, for instance because it is on another host.
     """
-    fd = os.memfd_create("dlrm-shared", os.MFD_CLOEXEC) if dist.get_rank() == 0 else -1
-    token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8).long()
-    if fd >= 0:
-        os.ftruncate(fd, TOKEN_BYTES + size)
-        os.pwrite(fd, bytes(token.tolist()), size)
-    source = torch.cat([torch.tensor([os.getpid(), fd]), token])
+    token = secrets.token_bytes(TOKEN_BYTES)
+    mapped = _create(size, token) if dist.get_rank() == 0 else None
+    source = torch.tensor([os.getpid(), -1 if mapped is None else mapped[1], *token])
     dist.broadcast(source, 0, group)
     process, number, *expected = source.tolist()
-    try:
-        if fd < 0:
-            fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-        mine = os.pread(fd, TOKEN_BYTES, size) == bytes(expected)  # on another host it may be any file
-    except OSError:
-        mine = False
-    everyone = torch.tensor(int(mine))
+    if dist.get_rank() != 0:
+        mapped = _open(f"/proc/{process}/fd/{number}", size, bytes(expected))
+    everyone = torch.tensor(int(mapped is not None))
     dist.all_reduce(everyone, dist.ReduceOp.MIN, group)
+    if mapped is None:
+        return None
+    memory, fd = mapped
     if not everyone:
+        os.close(fd)
+        return None
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size], fd
+
+
+def _create(size: int, token: bytes) -> tuple[mmap.mmap, int] | None:
+    """Maps new memory that ends with the token. None: the system refuses it."""
+    fd = -1
+    try:
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        os.ftruncate(fd, size + len(token))
+        os.pwrite(fd, token, size)
+        return mmap.mmap(fd, size + len(token)), fd
+    except OSError:
         if fd >= 0:
             os.close(fd)
         return None
-    return torch.frombuffer(mmap.mmap(fd, TOKEN_BYTES + size), dtype=torch.uint8)[:size], fd
+
+
+def _open(path: str, size: int, token: bytes) -> tuple[mmap.mmap, int] | None:
+    """Maps the memory of another process. None: there is no such memory, as on another host, or it is refused."""
+    fd = -1
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{NAME}"):  # any file may be there
+            return None
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.pread(fd, len(token), size) == token:
+            return mmap.mmap(fd, size + len(token)), fd
+    except OSError:
+        pass
+    if fd >= 0:
+        os.close(fd)
+    return None
 
 
 def share_exchange(model: DistributedModelParallel, names: Sequence[str]) -> None:
@@ -108,7 +134,9 @@ def share_exchange(model: DistributedModelParallel, names: Sequence[str]) -> Non
     for tables in model.modules():
         if not isinstance(tables, ShardedEmbeddingBagCollection):
             continue
-        alone = len(tables._embedding_shardings) == 1  # then vectors need no other order afterwards
+        # Vectors of a single sharding need no other order afterwards. But TorchRec knows only its own when it divides
+        # vectors of divided tables by lengths.
+        alone = len(tables._embedding_shardings) == 1 and not tables._has_mean_pooling_callback
         shardings: list[Any] = list(tables._embedding_shardings)
         for at, sharding in enumerate(shardings):
             by_rows = isinstance(sharding, divided)
@@ -147,7 +175,7 @@ class Exchange:
     If tables are divided by rows, every rank pools its rows of all tables into vectors of its own. The rank of a row
     adds them in the order of the ranks.
 
-    Vectors stay where they are until the next lookup.
+    Vectors stay where they are until the next lookup. A backward pass of an earlier one then fails.
 
     Args:
         sharding: What TorchRec knows of the tables of all ranks.
@@ -192,7 +220,7 @@ class Exchange:
     @classmethod
     def between_ranks(cls, sharding: Any, lookup: Any, widths: Mapping[str, int], divided: bool) -> "Exchange | None":
         """Returns an exchange between all ranks. None: they are not on one machine."""
-        group = dist.new_group(backend="gloo")
+        group = _signal_group(dist.group.WORLD)
         shape = (dist.get_world_size(), COUNTS + len(sharding.feature_names()))
         shared = share_memory(8 * shape[0] * shape[1], group)
         if shared is None:
@@ -245,6 +273,7 @@ class Exchange:
 
     def pool(self, batch: OwnBatch) -> torch.Tensor:
         """Pools this rank's tables for all rows, and returns this rank's rows of all tables."""
+        self.pooled_PBC[:, :0].zero_()  # tells autograd that vectors of an earlier batch are overwritten
         out = self.pooled_PBC[self.rank if self.divided else 0, : batch.rows].numpy()
         for bags, lists in zip(self.bags, batch.lists, strict=True):
             bags.lookup(*lists, out)
@@ -282,9 +311,9 @@ class Exchange:
         rows, columns = int(heads[:, ROWS].sum()), self.gradient_BC.shape[1]
         if rows > len(self.gradient_BC):
             room, parts = int(SPARE * rows), self.ranks if self.divided else 1
-            numbers = _require(4 * (parts + 1) * room * columns, self.group).view(torch.float32)
-            arrays = numbers.view(parts + 1, room, columns)
-            self.pooled_PBC, self.gradient_BC = arrays[:parts], arrays[parts]
+            pooled, gradient = (_require(4 * n * room * columns, self.group) for n in (parts, 1))
+            self.pooled_PBC = pooled.view(torch.float32).view(parts, room, columns)
+            self.gradient_BC = gradient.view(torch.float32).view(room, columns)
         needed = max(self._slot_bytes(head) for head in heads)
         if needed <= self._room:
             return False
@@ -347,12 +376,19 @@ class Exchange:
 
 def _lists(sparse: KeyedJaggedTensor) -> Lists:
     weights = sparse.weights_or_none()
-    return sparse.values().numpy(), sparse.offsets().numpy(), None if weights is None else weights.numpy()
+    return sparse.values().numpy(), sparse.offsets().long().numpy(), None if weights is None else weights.numpy()
 
 
 def _aligned(size: int) -> int:
     """Returns the next multiple of 8, at which an int64 may start."""
     return -(-size // 8) * 8
+
+
+@lru_cache(maxsize=1)
+def _signal_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the group that all exchanges of a process use. c10d would keep each new one with its sockets."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
 
 
 def _require(size: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -38,6 +38,8 @@ BAGS = [
     SparseFeature("seen", "tags", 31, "mean"),
 ]
 """Sum and mean pooling, a small table, and a table that two features share."""
+ORDER = [2, 3, 0, 4, 1]
+"""Another order of the features: means before sums, and another feature between those that share a table."""
 WEIGHTED = [replace(bag, weighted=bag.table != "shop") for bag in BAGS]
 """All tables but one are looked up with weights."""
 ROWS, STEPS, DENSE = 24, 12, 3
@@ -49,6 +51,8 @@ class Conditions(BaseModel):
     weighted: bool = False
     uneven: int | None = None
     """Gives ranks other numbers of rows at each step, the first in one step as few as this. None: equal numbers."""
+    reordered: bool = False
+    """Whether the features come in the order of `ORDER`."""
     apart: bool = False
     """Whether ranks take themselves to be on machines that share no memory."""
 
@@ -117,12 +121,15 @@ def trained(
     """Returns the loss of each step and, on rank 0, the whole weights."""
     given = given or Conditions()
     torch.manual_seed(SEED)
-    whole = DLRM(MODEL, DENSE, WEIGHTED if given.weighted else BAGS, device="meta")
+    bags = WEIGHTED if given.weighted else BAGS
+    whole = DLRM(MODEL, DENSE, [bags[at] for at in ORDER] if given.reordered else bags, device="meta")
     with patch.object(shared, "share_memory", lambda *_: None) if given.apart else nullcontext():
         sharded, _ = model.shard_model(whole, config, device, SEED, MODEL.embedding_init)
     trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
     losses = []
     for batch in batches(dist.get_rank(), dist.get_world_size(), given.weighted, given.uneven):
+        if given.reordered:
+            batch = replace(batch, sparse=batch.sparse.permute(ORDER))
         trainer.train_step(batch.to(device))
         losses.append(trainer.take_window().loss / ROWS)
     return losses, checkpoint.full_state(sharded.state_dict())

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from models.dlrm import DLRM
 from pipeline.errors import TrainingError
 from pipeline.training.launch.processes import Limits, run_ranks
 from pipeline.training.optim import INIT_BLOCK_ROWS, _block
+from pipeline.training.tables import shared
 from pipeline.training.tables.model import shard_model
 from pipeline.training.tables.planner import plan_sharding
 from pipeline.training.tables.shared import share_exchange
@@ -86,8 +88,12 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven_weighted": {"sharding": rules(user="table_wise", goods="row_wise"), "weighted": True, "uneven": 1},
     "without_rows": {"sharding": "table_wise", "uneven": 0},
 }
-APART = ("table_wise", "row_wise", "column_wise", "mixed", "grid_shard", "weighted_row_wise", "without_rows")
-"""Cases that are also trained by ranks that share no memory."""
+REORDERED = {
+    f"{kind}_reordered": {"sharding": kind, "reordered": True} for kind in ("table_wise", "row_wise", "table_row_wise")
+}
+"""Cases with another model than the others, because its features have another order."""
+APART = ("row_wise", "column_wise", "grid_shard", "weighted_row_wise", "without_rows", "mixed_two", "all_kinds")
+"""Cases that are also trained by ranks that share no memory, beside those of `REORDERED`."""
 ROUGHER = {
     f"{kind}_fp16": {"sharding": kind, "vector_communication": "fp16", "gradient_communication": "fp16"}
     for kind in ("table_wise", "row_wise")
@@ -117,8 +123,9 @@ def by_ranks(
     cases: Mapping[str, dict[str, Any]] | None = None,
     hosts: int = 1,
 ) -> Result:
-    apart = {f"{case}_apart": CASES[case] | {"apart": True} for case in APART}
-    cases = cases or CASES | ROUGHER | (ON_CUDA if device == "cuda" else apart)
+    both = {case: CASES[case] for case in APART} | REORDERED
+    apart = {f"{case}_apart": settings | {"apart": True} for case, settings in both.items()}
+    cases = cases or CASES | ROUGHER | (ON_CUDA if device == "cuda" else REORDERED | apart)
     run_ranks(
         "tests.pipeline.training.placements",
         Cases(world_size=world_size, hosts=hosts, device=device, cases=cases),
@@ -273,7 +280,7 @@ def test_a_plan_repeats_bit_for_bit(one: Result, two: Result) -> None:
         assert all(value.equal(weights["mixed"][name]) for name, value in weights["mixed_again"].items())
 
 
-@pytest.mark.parametrize("case", APART)
+@pytest.mark.parametrize("case", [*APART, *REORDERED])
 def test_shared_memory_carries_the_same_bits_as_sockets(two: Result, case: str) -> None:
     """For two ranks. TorchRec may add the parts of a divided table in another order if there are more."""
     losses, weights = two
@@ -285,10 +292,10 @@ def test_shared_memory_carries_the_same_bits_as_sockets(two: Result, case: str) 
 def test_shared_memory_grows_with_the_batch(device: torch.device, kind: Literal["table_wise", "row_wise"]) -> None:
     """With vectors and gradients as before, and after a batch without an update."""
     models = []
-    for shared in (False, True):
+    for exchanged in (False, True):
         whole = DLRM(MODEL, DENSE, BAGS, device="meta")
         model, _ = shard_model(whole, training(1, sharding=kind), device, SEED, MODEL.embedding_init)
-        if shared:
+        if exchanged:
             share_exchange(model, whole.names)
         models.append(get_unwrapped_module(model).embeddings)
     random = np.random.default_rng(SEED)
@@ -303,6 +310,48 @@ def test_shared_memory_grows_with_the_batch(device: torch.device, kind: Literal[
         if rows != 3:
             for vectors in (expected, found):
                 sum((vector * torch.arange(16)).sum() for vector in vectors.values()).backward()
+
+
+def test_a_backward_pass_of_overwritten_vectors_fails(device: torch.device) -> None:
+    whole = DLRM(MODEL, DENSE, BAGS, device="meta")
+    model, _ = shard_model(whole, training(1, sharding="table_wise"), device, SEED, MODEL.embedding_init)
+    share_exchange(model, whole.names)
+    tables = get_unwrapped_module(model).embeddings
+    first, second = (
+        ShardedEmbeddingBagCollection.forward(tables, batch.sparse).values().square().sum()
+        for batch in itertools.islice(batches(), 2)
+    )
+    with pytest.raises(RuntimeError, match="has been modified inplace"):
+        first.backward()
+    second.backward()
+
+
+def refuse(*given: Any) -> None:
+    raise OSError
+
+
+def test_ranks_that_cannot_map_memory_share_none(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.listdir("/proc/self/fd")
+    for place, name in ((os, "memfd_create"), (os, "ftruncate"), (shared.mmap, "mmap")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, refuse)
+            assert shared.share_memory(100) is None
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_memory_of_others_is_not_mistaken_for_that_of_rank_0(tmp_path: Path) -> None:
+    """A process of another host may have the same number, and so may its file."""
+    memory, fd = shared._create(8, b"t" * 16)
+    memory[:8] = b"contents"
+    found, mine = shared._open(f"/proc/self/fd/{fd}", 8, b"t" * 16)
+    assert found[:8] == b"contents"
+    (tmp_path / "file").write_bytes(b"contents" + b"t" * 16)
+    with (tmp_path / "file").open() as file:
+        assert shared._open(f"/proc/self/fd/{file.fileno()}", 8, b"t" * 16) is None
+    assert shared._open(f"/proc/self/fd/{fd}", 8, b"u" * 16) is None
+    assert shared._open("/proc/self/fd/-1", 8, b"t" * 16) is None
+    os.close(fd)
+    os.close(mine)
 
 
 def test_an_id_outside_a_divided_table_is_refused(device: torch.device) -> None:
