@@ -18,6 +18,8 @@ from storage.reader import Fragment
 
 GROUP_ROWS = 32_768
 """Batches are made and delivered in groups of about this many rows, at least one batch."""
+FIRST_ROW_BYTES = 16_384
+"""What a row is taken to need before any was read. 300 lists of ten ids take 12,000 bytes, and their lengths 1,200."""
 READY_SHARE = 0.25
 """Share of the memory that batches may fill before a rank asks for them."""
 BATCH_GROWTH = 2.0
@@ -468,10 +470,12 @@ class Stream:
     def _may_read(self, place: int = 0) -> bool:
         """Returns whether a read fits into memory together with those before it and a group of batches.
 
-        Only one split is read at first. Its size gives the estimate for the others.
+        The first split gives the estimate for the others. Until it is read, others are only read with much room.
         """
         if self.row_bytes == 0.0:
-            return not self.running
+            reads = [*self.running, *(self.reads[i] for i in range(place + 1))]
+            rows = sum(item.work.rows for item in reads if isinstance(item.work, Split))
+            return not self.running or rows * FIRST_ROW_BYTES <= self.memory_bytes
         reserve = int(self.row_bytes * BATCH_GROWTH * max(GROUP_ROWS, self.request.batch_rows))
         return self._fits(sum(self._read_bytes(self.reads[i]) for i in range(place + 1)) + reserve)
 

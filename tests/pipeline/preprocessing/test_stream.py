@@ -17,7 +17,7 @@ from pipeline.errors import DataError
 from pipeline.preprocessing import stream as module
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.stream import Request, Stream, WorkItem
+from pipeline.preprocessing.stream import FIRST_ROW_BYTES, Request, Stream, WorkItem
 from pipeline.preprocessing.worker import Costs
 from storage.reader import Fragment
 
@@ -327,11 +327,17 @@ def test_a_late_result_is_freed_and_the_first_one_counts() -> None:
     assert drive.stream.retries == type(drive.stream.retries)()
 
 
+@pytest.mark.parametrize("splits", [1, 2, 5])
+def test_splits_are_read_at_once_at_first_if_there_is_much_room(splits: int) -> None:
+    """Before the size of a row is known."""
+    drive = Drive([10] * 8, 0, window_rows=None, split_rows=10, memory_bytes=10 * splits * FIRST_ROW_BYTES)
+    assert [drive.stream.next_item() is not None for _ in range(6)] == [True] * splits + [False] * (6 - splits)
+
+
 def test_failed_work_is_retried_before_new_work() -> None:
     drive = Drive([10] * 8, 0, window_rows=None, split_rows=10)
     first = drive.stream.next_item()
     assert first is not None
-    assert drive.stream.next_item() is None  # its size is the estimate for the others
     drive.done(first)
     items = [drive.stream.next_item() for _ in range(3)]
     for item in items[:2]:
