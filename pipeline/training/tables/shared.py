@@ -7,7 +7,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,8 +51,9 @@ class GatheredIds(KeyedJaggedTensor):
 
 
 class OwnFeature(NamedTuple):
-    """A feature whose table, or a part of it, is on this rank."""
+    """A feature whose table, or a part of it, is on this rank. It may be there more than once, with other columns."""
 
+    name: str
     sent: int
     """Its place among the features that ranks send."""
     first_row: int
@@ -195,9 +196,8 @@ class Exchange:
         ends = np.cumsum(list(widths.values())).tolist()
         starts = dict(zip(widths, [0, *ends], strict=False))
         sent = sharding.feature_names()
-        self.names: list[str] = []
-        """This rank's features, in the order of its tables. One may be there more than once, with other columns."""
         self.own: list[OwnFeature] = []
+        """In the order of this rank's tables."""
         self.bags: list[NumbaBags] = [module.emb_module for module in lookup._emb_modules]
         self.splits: list[int] = lookup._feature_splits
         for bags, config in zip(self.bags, lookup.grouped_configs, strict=True):
@@ -206,8 +206,7 @@ class Exchange:
                 first_row, first_column = table.local_metadata.shard_offsets
                 for name in table.feature_names:
                     columns.append(starts[name] + first_column)
-                    self.names.append(name)
-                    self.own.append(OwnFeature(sent.index(name), first_row, table.num_embeddings))
+                    self.own.append(OwnFeature(name, sent.index(name), first_row, table.num_embeddings))
             bags.place(columns, divided)
         self.slots = torch.empty(0, dtype=torch.uint8)
         """Ids of the ranks, uint8 [W * bytes of a slot]."""
@@ -279,12 +278,7 @@ class Exchange:
             bags.lookup(*lists, out)
         self._wait()
         self.unread = False
-        pooled_BC, *others = self.pooled_PBC[:, batch.place]
-        if others:
-            pooled_BC = pooled_BC + others.pop(0)
-            for other_BC in others:
-                pooled_BC += other_BC
-        return pooled_BC
+        return reduce(torch.add, self.pooled_PBC[:, batch.place])
 
     def update(self, batch: OwnBatch, gradient_BC: torch.Tensor) -> None:
         """Updates this rank's tables with the gradients of all ranks. They are averaged, as TorchRec does."""
@@ -357,20 +351,19 @@ class Exchange:
                     weights[into] = torch.from_numpy(weights_of_rank[part])
                 at = into.stop
         bounds = [0, *heads[:, ROWS].cumsum().tolist()]
-        gathered = GatheredIds(
-            self.names, ids, weights, torch.from_numpy(lengths.reshape(-1)), stride=bounds[-1]
-        )  # fmt: skip
+        names = [feature.name for feature in self.own]
+        gathered = GatheredIds(names, ids, weights, torch.from_numpy(lengths.reshape(-1)), stride=bounds[-1])
         gathered.place = slice(*bounds[self.rank : self.rank + 2])
         return gathered
 
     def _require_known(self, sparse: KeyedJaggedTensor, head: Sequence[int]) -> None:
         ends = np.cumsum(head[COUNTS:])
-        for name, feature in zip(self.names, self.own, strict=True):
+        for feature in self.own:
             end = int(ends[feature.sent])
             ids = sparse.values().numpy()[end - head[COUNTS + feature.sent] : end]
             if len(ids) and not (ids.min() >= 0 and ids.max() < feature.rows):
                 raise IndexError(
-                    f"ids of feature '{name}' from {ids.min()} to {ids.max()}, outside {feature.rows} rows"
+                    f"ids of feature '{feature.name}' from {ids.min()} to {ids.max()}, outside {feature.rows} rows"
                 )
 
 
