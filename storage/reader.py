@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ from storage.config import DAY as DAY
 from storage.errors import CorruptFileError, StorageError, closest_names
 from storage.footer import SUFFIX
 from storage.layout.spec import Layout
-from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
+from storage.pages.columns import read_columns
+from storage.pages.ranges import Range, RangeFile, find_chunks, merge_ranges
 from storage.snapshot.files import (
     FILES_AT_A_TIME,
     DayFile,
@@ -64,6 +65,19 @@ class Fragment(FileRows, frozen=True):
     def of_file(self) -> FileRows:
         """The rows of the day in all row groups of the file."""
         return FileRows.model_validate(self, from_attributes=True)
+
+
+class _Source(NamedTuple):
+    """A data file that is open.
+
+    Args:
+        data: Its bytes.
+        ranges: Fetches them, if the file is in an object store.
+    """
+
+    file: pq.ParquetFile
+    data: pa.NativeFile
+    ranges: RangeFile | None = None
 
 
 class SnapshotReader:
@@ -225,13 +239,17 @@ class SnapshotReader:
                 found = self._groups is None or self._groups.may_match(group, self._known_columns(file, stored))
             if not found:
                 self.row_groups_skipped += 1
-            elif local_path(fragment.path) is not None:
-                yield from self._decode(file, None, stored, fragment, choice)
+            elif (local := local_path(fragment.path)) is not None:
+                with self._finding(fragment.path):
+                    data = pa.memory_map(local)
+                with data:
+                    yield from self._decode(_Source(file, data), stored, fragment, choice)
             else:
-                source = RangeFile(self.table.io.new_input(fragment.path).open(), [])
+                ranges = RangeFile(self.table.io.new_input(fragment.path).open(), [])
+                data = pa.PythonFile(ranges, "r")
                 options = READ_OPTIONS | {"metadata": file.metadata, "pre_buffer": False}
-                with pq.ParquetFile(pa.PythonFile(source, "r"), **options) as ranged:
-                    yield from self._decode(ranged, source, stored, fragment, choice)
+                with pq.ParquetFile(data, **options) as ranged:
+                    yield from self._decode(_Source(ranged, data, ranges), stored, fragment, choice)
 
     def _known_columns(self, file: pq.ParquetFile, stored: Mapping[int, str]) -> dict[str, FileColumn | None]:
         """Returns the columns that the filter compares, as `GroupFilter.may_match` takes them."""
@@ -247,17 +265,11 @@ class SnapshotReader:
         return known
 
     def _decode(
-        self,
-        file: pq.ParquetFile,
-        source: RangeFile | None,
-        stored: Mapping[int, str],
-        fragment: Fragment,
-        choice: RowChoice | None,
+        self, source: "_Source", stored: Mapping[int, str], fragment: Fragment, choice: RowChoice | None
     ) -> Iterator[pa.RecordBatch]:
         """Yields the rows of `batches`.
 
         Args:
-            source: Fetches the file's bytes, if it is in an object store.
             stored: Field id of each column in the file -> its name there.
         """
         deciding = {*self._compared, *(choice.columns if choice is not None else ())} or set(self._types)
@@ -267,11 +279,11 @@ class SnapshotReader:
         missing = [name for name in self._stored_names(late, stored) if name not in needed]
         # keys alone are spread over row groups: a read of their own would hardly ever save another
         fetched = (needed, missing) if self._compared else ([*needed, *missing], [])
-        others = self._parts(file, source, fragment, missing, fetched[1]) if missing else None
+        others = self._parts(source, fragment, missing, fetched[1]) if missing else None
         gone = self._left_out.positions(fragment.of_file)
-        first, end = _row_group_starts(file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
+        first, end = _row_group_starts(source.file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
         rows, passed, behind, empty = 0, 0, 0, True
-        for part in self._parts(file, source, fragment, needed, fetched[0]):
+        for part in self._parts(source, fragment, needed, fetched[0]):
             begin, last = np.searchsorted(gone, [first, first + len(part)])
             places = gone[begin:last] - first
             live = _without(part, places)
@@ -307,12 +319,7 @@ class SnapshotReader:
         return [self._keys[name].field] if name in self._keys else []
 
     def _parts(
-        self,
-        file: pq.ParquetFile,
-        source: RangeFile | None,
-        fragment: Fragment,
-        columns: list[str],
-        fetched: list[str],
+        self, source: "_Source", fragment: Fragment, columns: list[str], fetched: list[str]
     ) -> Iterator[pa.RecordBatch]:
         """Yields columns of a row group as they are stored.
 
@@ -320,10 +327,11 @@ class SnapshotReader:
             fetched: Columns that count as read, and are fetched together, once the first part is taken.
         """
         with self._reading(fragment.path):
-            wanted = self._count_read(file.metadata.row_group(fragment.row_group), set(fetched), source is None)
-        if source is not None:
-            source.ranges += wanted
-        parts = file.iter_batches(READ_ROWS, [fragment.row_group], columns, use_threads=False)
+            group = source.file.metadata.row_group(fragment.row_group)
+            wanted = self._count_read(group, set(fetched), source.ranges is None)
+        if source.ranges is not None:
+            source.ranges.ranges += wanted
+        parts = read_columns(source.file, source.data, fragment.row_group, columns, READ_ROWS)
         while True:
             with self._reading(fragment.path):
                 part = next(parts, None)

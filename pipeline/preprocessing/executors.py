@@ -33,7 +33,7 @@ from pipeline.preprocessing.transport import wire
 from pipeline.preprocessing.transport.places import NetworkSettings, Place, UnreachableError
 from pipeline.preprocessing.worker import Costs, Worker
 from pipeline.process import ROOT, limit_threads
-from pipeline.transforms.kernels.jit import load_compiler
+from storage.compiled import load_compiler
 
 if TYPE_CHECKING:
     from pipeline.preprocessing.transport.shelf import Shelf

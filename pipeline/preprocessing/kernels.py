@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.transforms.kernels.hashing import Ids
-from pipeline.transforms.kernels.jit import compiled
+from storage.compiled import compiled
 
 ZERO, ONE, FOUR = np.uint64(0), np.uint64(1), np.uint64(4)
 """Unsigned numbers for indices. Numba checks a signed index for being negative unless it sees that it cannot be."""

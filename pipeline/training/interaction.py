@@ -25,7 +25,7 @@ from pipeline.training.tables.simd import (
     store,
     turn_square,
 )
-from pipeline.transforms.kernels.jit import compiled
+from storage.compiled import compiled
 
 WORK_OF_A_THREAD = 1 << 22
 """Products below which another thread would cost more than it saves."""

@@ -23,7 +23,7 @@ from storage.footer import read_footer
 from storage.keys import SCORES
 from storage.layout.reads import read_percentiles
 from storage.layout.spec import Layout
-from storage.ranges import Range, RangeFile, find_chunks, merge_ranges
+from storage.pages.ranges import Range, RangeFile, find_chunks, merge_ranges
 from storage.reader import READ_OPTIONS, READ_ROWS, SnapshotReader, SnapshotRef
 from storage.snapshot.maps import MapEntries, find_keys, map_fields
 from storage.snapshot.parquet import local_path

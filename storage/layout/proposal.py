@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from storage.layout.reads import ReadRecord
 from storage.layout.spec import Layout
-from storage.ranges import find_chunks, merge_ranges
+from storage.pages.ranges import find_chunks, merge_ranges
 from storage.reader import READ_OPTIONS, READ_ROWS, SnapshotRef
 from storage.warehouse import Warehouse
 from storage.writer import write_parquet

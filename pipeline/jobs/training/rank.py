@@ -60,10 +60,10 @@ from pipeline.training.tables.plan import ShardingPlan, describe_plan
 from pipeline.training.tables.planner import plan_sharding
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
 from pipeline.training.trainer import Trainer, evaluate_sums
-from pipeline.transforms.kernels.jit import load_compiler
 from pipeline.transforms.plan.carry_over import Start, unchanged_features
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
+from storage.compiled import load_compiler
 from storage.objects import ObjectFolder, is_address
 from storage.warehouse import Warehouse
 

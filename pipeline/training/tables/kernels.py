@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.training.tables.simd import LANES, add, broadcast, load, multiply, prefetch, reduce_sum, store, zero
-from pipeline.transforms.kernels.jit import compiled, compiled_fast
+from storage.compiled import compiled, compiled_fast
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
 PREFETCH_LOOKUPS = 8

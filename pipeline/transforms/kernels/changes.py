@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.transforms.kernels.jit import compiled
+from storage.compiled import compiled
 
 Items = npt.NDArray[np.int32]
 Offsets = npt.NDArray[np.int64]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pipeline.transforms.kernels.hashing import Floats, Ids
-from pipeline.transforms.kernels.jit import compiled
+from storage.compiled import compiled
 
 
 @compiled

@@ -7,10 +7,10 @@ import numpy as np
 
 from pipeline.transforms.column import Column
 from pipeline.transforms.kernels.hashing import Ids, chain, mix
-from pipeline.transforms.kernels.jit import compiled
 from pipeline.transforms.ops.dense import Clamp
 from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Op
 from pipeline.transforms.ops.sparse import FirstX, SigridHash
+from storage.compiled import compiled
 
 ORDER: dict[type[Op], int] = {FirstX: 0, SigridHash: 1, Clamp: 2}
 """Ops that can share a pass, and their order in it."""

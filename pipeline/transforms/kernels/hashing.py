@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.transforms.kernels.jit import compiled
+from storage.compiled import compiled
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]

@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.transforms.kernels.hashing import Floats, Ids, chain, mix
-from pipeline.transforms.kernels.jit import compiled
+from storage.compiled import compiled
 
 Flags = npt.NDArray[np.bool_]
 

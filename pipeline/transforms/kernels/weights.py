@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.transforms.kernels.hashing import Floats, Ids
-from pipeline.transforms.kernels.jit import compiled
+from storage.compiled import compiled
 
 Weights = npt.NDArray[np.float32]
 ID_BITS = 32

@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from pipeline.transforms.column import Column
 from pipeline.transforms.kernels.hashing import Ids
-from pipeline.transforms.kernels.jit import compiled
 from pipeline.transforms.ops.op import Counts
 from pipeline.transforms.plan.plan import Plan, TransformedRows
 from pipeline.transforms.plan.schedule import Seconds
+from storage.compiled import compiled
 
 
 class DedupedFeatures(NamedTuple):

@@ -14,7 +14,7 @@ from storage.config import WarehouseConfig
 from storage.layout.reads import ReadRecord, load_reads, record_read
 from storage.layout.rewrite import set_layout
 from storage.layout.spec import Layout
-from storage.ranges import MOST_BYTES, Range, merge_ranges
+from storage.pages.ranges import MOST_BYTES, Range, merge_ranges
 from storage.snapshot.row_filter import RowChoice
 from storage.warehouse import Warehouse
 

@@ -24,8 +24,13 @@ def find_chunks(group: pq.RowGroupMetaData, names: Collection[str]) -> Iterator[
         chunk = group.column(i)
         path = chunk.path_in_schema
         if path in names or path.split(".", 1)[0] in names:
-            begin = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
-            yield Range(begin, begin + chunk.total_compressed_size)
+            yield find_range(chunk)
+
+
+def find_range(chunk: pq.ColumnChunkMetaData) -> Range:
+    """Returns the range of a column chunk."""
+    begin = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
+    return Range(begin, begin + chunk.total_compressed_size)
 
 
 def merge_ranges(ranges: Collection[Range], gap_bytes: int) -> list[Range]:

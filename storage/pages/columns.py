@@ -1,0 +1,56 @@
+"""Decodes columns of a row group, each by the faster of two decoders."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.pages.lists import ListChunk, is_list_of_ids, open_list
+from storage.pages.ranges import find_range
+
+
+def read_columns(
+    file: pq.ParquetFile, data: pa.NativeFile, row_group: int, columns: Sequence[str], batch_rows: int
+) -> Iterator[pa.RecordBatch]:
+    """Yields columns of a row group as `ParquetFile.iter_batches` does: the same rows, types and values.
+
+    Args:
+        data: The bytes of the file.
+    Raises:
+        ArrowException, OSError: If the file is damaged.
+    """
+    lists = _open_lists(file, data, row_group, columns)
+    fields = file.schema_arrow
+    schema = pa.schema([fields.field(name) for name in columns])
+    others = [name for name in columns if name not in lists]
+    for decoded in file.iter_batches(batch_rows, [row_group], others, use_threads=False):
+        if lists:
+            arrays = [lists[name].read(len(decoded)) if name in lists else decoded.column(name) for name in columns]
+            decoded = pa.RecordBatch.from_arrays(arrays, schema=schema)
+        yield decoded
+    for name, chunk in lists.items():
+        if not chunk.finished:
+            raise pa.ArrowInvalid(f"column '{name}' has more rows than row group {row_group}")
+
+
+def _open_lists(
+    file: pq.ParquetFile, data: pa.NativeFile, row_group: int, columns: Sequence[str]
+) -> dict[str, ListChunk]:
+    """Returns the columns that need not be left to pyarrow."""
+    group, fields = file.metadata.row_group(row_group), file.schema_arrow
+    leaves = defaultdict[str, list[int]](list)
+    for i in range(group.num_columns):
+        leaves[group.column(i).path_in_schema.split(".", 1)[0]].append(i)
+    found = {}
+    for name in columns:
+        if len(leaves[name]) != 1:
+            continue
+        leaf, stored, field = group.column(leaves[name][0]), file.schema.column(leaves[name][0]), fields.field(name)
+        if is_list_of_ids(leaf, stored, field):
+            begin, end = find_range(leaf)
+            data.seek(begin)
+            chunk = open_list(data.read_buffer(end - begin), leaf, field, group.num_rows)
+            if chunk is not None:
+                found[name] = chunk
+    return found

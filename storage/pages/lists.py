@@ -1,0 +1,266 @@
+"""Decodes columns of lists of ids from Parquet's pages.
+
+PyArrow decodes a list level by level, which takes most of the time of a read. One bit per id says where lists begin,
+and the loops here look at 64 of them at once.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.arrow import is_list
+from storage.pages.headers import DICTIONARY, PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY, Page, read_pages
+from storage.pages.loops import find_present, find_rows, look_up, place_rows
+
+ENCODINGS = {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
+CODECS = {"SNAPPY": "snappy", "GZIP": "gzip", "BROTLI": "brotli", "ZSTD": "zstd", "LZ4": "lz4_raw"}
+WIDEST = 32
+"""Bits of an index into a dictionary at most."""
+ID_BYTES = 8
+
+Ids = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+
+
+def is_list_of_ids(leaf: pq.ColumnChunkMetaData, stored: pq.ColumnSchema, field: pa.Field) -> bool:
+    """Returns whether `open_list` may know a column: lists of int64.
+
+    Args:
+        leaf: The column's only one.
+        stored: What it is in the file.
+        field: The column as pyarrow reads it.
+    """
+    kind = field.type
+    if not is_list(kind) or kind.value_type != pa.int64() or leaf.physical_type != "INT64":
+        return False
+    levels = 1, 1 + field.nullable + kind.value_field.nullable
+    return (
+        (stored.max_repetition_level, stored.max_definition_level) == levels
+        and leaf.compression in {*CODECS, "UNCOMPRESSED"}
+        and ENCODINGS.issuperset(leaf.encodings)
+    )
+
+
+def open_list(data: pa.Buffer, leaf: pq.ColumnChunkMetaData, field: pa.Field, rows: int) -> "ListChunk | None":
+    """Returns the lists of a column. None: pyarrow must decode them, because a page has something unknown.
+
+    Args:
+        data: The bytes of the column chunk.
+        leaf: What the footer says about it.
+        field: The column as pyarrow reads it: lists or large lists of int64.
+        rows: Rows of the row group.
+    """
+    codec = CODECS.get(leaf.compression)
+    try:
+        chunk = ListChunk(data, leaf.num_values, None if codec is None else pa.Codec(codec), field, rows)
+        for page in chunk.pages:
+            known = (PLAIN,) if page.kind == DICTIONARY else (PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY)
+            if page.encoding not in known or page.size > leaf.total_uncompressed_size:
+                return None
+        if codec == "lz4_raw" and chunk.pages:
+            chunk.decompress(chunk.pages[0])  # the older of two formats of the name LZ4 fails
+    except (OSError, pa.ArrowInvalid):
+        return None  # pyarrow knows the mistakes of old writers, or says what is wrong
+    return chunk
+
+
+class ListChunk:
+    """The lists of a column in one row group. They are read in order, and decoded as they are read.
+
+    Args:
+        data: The bytes of the column chunk.
+        values: Levels in all its pages.
+        codec: Decompresses them.
+        field: The column as pyarrow reads it.
+        rows: Rows of the row group.
+    Raises:
+        ArrowInvalid: If the header of a page is damaged.
+    """
+
+    def __init__(self, data: pa.Buffer, values: int, codec: pa.Codec | None, field: pa.Field, rows: int) -> None:
+        self.data, self.codec, self.field, self.rows = memoryview(data).cast("B"), codec, field, rows
+        self.pages = list(read_pages(self.data, values))
+        self.dictionary = np.empty(0, np.int64)
+        self._page: _ListPage | None = None
+        self._row = 0
+
+    def read(self, rows: int) -> pa.Array:
+        """Returns the next rows.
+
+        Raises:
+            ArrowInvalid: If a page is damaged, or there are fewer rows.
+            OSError: If a page has another checksum than its header says, or cannot be decompressed.
+        """
+        offsets, nulls = np.zeros(rows + 1, np.int64), np.zeros(rows, np.bool_)
+        parts: list[tuple[_ListPage, int]] = []
+        done = items = 0
+        while True:
+            page = self._page
+            if page is not None:
+                end = min(self._row + rows - done, page.rows)
+                count, starts = end - self._row, page.starts[self._row : end + 1]
+                offsets[done : done + count + 1] = starts + (items - starts[0])
+                nulls[done : done + count] = page.nulls[self._row : end]
+                items += int(starts[-1] - starts[0])
+                parts.append((page, int(starts[-1] - starts[0])))
+                done, self._row = done + count, end
+                if end < page.rows:
+                    break
+            following = self._open_page()
+            if following is None:
+                break
+            if following.lead and not done:
+                raise pa.ArrowInvalid(f"column '{self.field.name}' begins within a row")
+            parts.append((following, following.lead))  # of the last row so far
+            items += following.lead
+            offsets[done] = items
+            if following.rows and done == rows:
+                break
+        if done < rows:
+            raise pa.ArrowInvalid(f"column '{self.field.name}' has fewer rows than its row group")
+        return self._array(offsets, nulls, parts)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rows were read."""
+        return not self.pages and (self._page is None or self._row == self._page.rows)
+
+    def _array(self, offsets: Ids, nulls: Flags, parts: Sequence[tuple["_ListPage", int]]) -> pa.Array:
+        items, rows = int(offsets[-1]), len(nulls)
+        values, marks = pa.allocate_buffer(ID_BYTES * items), None
+        out, done = np.frombuffer(values, np.int64), 0
+        for page, count in parts:
+            some = page.read(out[done : done + count])
+            if some is not None:
+                marks = np.ones(items, np.bool_) if marks is None else marks
+                marks[done : done + count] = some
+            done += count
+        ids = pa.Array.from_buffers(pa.int64(), items, [_bits(marks), values])
+        valid = _bits(~nulls) if nulls.any() else None
+        places = self._narrow(offsets) if pa.types.is_list(self.field.type) else offsets
+        return pa.Array.from_buffers(self.field.type, rows, [valid, pa.py_buffer(places)], children=[ids])
+
+    def _narrow(self, offsets: Ids) -> npt.NDArray[np.int32]:
+        """Returns the offsets of a list that is not large."""
+        if offsets[-1] > np.iinfo(np.int32).max:
+            raise pa.ArrowInvalid(f"column '{self.field.name}' has {offsets[-1]} ids in {len(offsets) - 1} rows")
+        return offsets.astype(np.int32)
+
+    def _open_page(self) -> "_ListPage | None":
+        """Goes to the next page with data."""
+        while self.pages:
+            page = self.pages.pop(0)
+            if not page.values:
+                continue
+            if page.kind == DICTIONARY:
+                body = self.decompress(page)
+                if ID_BYTES * page.values > len(body):
+                    raise pa.ArrowInvalid(f"dictionary of column '{self.field.name}' is cut short")
+                self.dictionary = np.frombuffer(body, np.int64, page.values)
+            else:
+                self._page, self._row = _ListPage(self.decompress(page), page, self), 0
+                return self._page
+        return None
+
+    def decompress(self, page: Page) -> Bytes:
+        """Returns the bytes of a page. Raises as `read`."""
+        stored, levels = self.data[page.begin : page.begin + page.stored], sum(page.level_bytes or ())
+        if page.checksum is not None and zlib.crc32(stored) != page.checksum:
+            raise OSError(f"could not verify page integrity, CRC checksum of column '{self.field.name}' differs")
+        if levels > min(page.stored, page.size):
+            raise pa.ArrowInvalid(f"column '{self.field.name}': a page without {levels} bytes of levels")
+        if self.codec is None or not page.compressed or page.size == levels:
+            return np.frombuffer(stored, np.uint8)
+        values = np.frombuffer(self.codec.decompress(stored[levels:], page.size - levels), np.uint8)
+        return np.concatenate([np.frombuffer(stored[:levels], np.uint8), values]) if levels else values
+
+
+class _ListPage:
+    """A page with data. Its items are decoded as they are read.
+
+    Attributes:
+        rows: Number of rows N that begin in it.
+        starts: int64 [N + 1]. Position of the first item of each of them, then number of items.
+        nulls: bool [N]. Which of them are null.
+        lead: Items before them, which belong to a row of an earlier page.
+    """
+
+    def __init__(self, body: Bytes, page: Page, chunk: ListChunk) -> None:
+        self.body, self.name, self.dictionary = body, chunk.field.name, chunk.dictionary
+        if page.level_bytes is None:
+            repetition = self._section(0)
+            definition = self._section(repetition[1])
+        else:
+            repetition = 0, page.level_bytes[0]
+            definition = page.level_bytes[0], sum(page.level_bytes)
+        empty = int(chunk.field.nullable)
+        most = empty + 1 + int(chunk.field.type.value_field.nullable)
+        starts = np.empty(min(page.values, chunk.rows) + 1, np.int64)
+        self.rows = find_rows(body, *repetition, page.values, starts[:-1])
+        self._check(self.rows >= 0, "repetition levels that begin as many rows as its row group has at most")
+        self.starts, self.nulls = starts[: self.rows + 1], np.empty(self.rows, np.bool_)
+        levels = body, *definition, page.values, empty, most
+        items, present = place_rows(*levels, self.starts[:-1], self.nulls)
+        self._check(items >= 0, "definition levels of lists")
+        self.starts[-1], self.lead = items, int(self.starts[0]) if self.rows else items
+        self._open_values(definition[1], page.encoding == PLAIN, present)
+        self._read, self._items = 0, None
+        if present < items:
+            marks, values = np.empty(items, np.bool_), np.empty(present, np.int64)
+            find_present(*levels, marks)
+            self._decode(values)
+            spread = np.zeros(items, np.int64)
+            spread[marks] = values
+            self._read, self._items = 0, (spread, marks)
+
+    def read(self, out: Ids) -> Flags | None:
+        """Writes the next items, and returns which of them are not null: bool [V], or None for all."""
+        if self._items is None:
+            self._decode(out)
+            return None
+        values, marks = self._items
+        part = slice(self._read, self._read + len(out))
+        out[:] = values[part]
+        self._read = part.stop
+        return marks[part]
+
+    def _open_values(self, begin: int, plain: bool, present: int) -> None:
+        self._plain, self._width, self._cursor = None, 0, np.zeros(4, np.int64)
+        if present and plain:
+            self._check(begin + ID_BYTES * present <= len(self.body), f"{present} ids")
+            self._plain = np.frombuffer(self.body, np.int64, present, begin)
+        elif present:
+            self._check(begin < len(self.body) and len(self.dictionary) > 0, "indices into a dictionary")
+            self._width, self._cursor[0] = int(self.body[begin]), begin + 1
+            self._check(self._width <= WIDEST, f"indices of at most {WIDEST} bits")
+
+    def _decode(self, out: Ids) -> None:
+        """Writes the next items that are not null."""
+        if self._plain is not None:
+            out[:] = self._plain[self._read : self._read + len(out)]
+            self._read += len(out)
+        elif self._width:
+            done = look_up(self.body, self._width, self._cursor, self.dictionary, out)
+            self._check(done >= 0, "indices into its dictionary")
+        elif len(out):
+            out[:] = self.dictionary[0]
+
+    def _section(self, begin: int) -> tuple[int, int]:
+        """Returns the bytes of levels that begin with their length."""
+        self._check(begin + 4 <= len(self.body), "levels")
+        end = begin + 4 + int.from_bytes(self.body[begin : begin + 4].tobytes(), "little")
+        self._check(end <= len(self.body), "levels")
+        return begin + 4, end
+
+    def _check(self, sound: bool, expected: str) -> None:
+        if not sound:
+            raise pa.ArrowInvalid(f"column '{self.name}': a page without {expected}")
+
+
+def _bits(flags: Flags | None) -> pa.Buffer | None:
+    return None if flags is None else pa.py_buffer(np.packbits(flags, bitorder="little"))
