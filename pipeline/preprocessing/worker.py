@@ -30,6 +30,7 @@ from pipeline.transforms.plan.dedup import DedupedFeatures, DedupPlan
 from pipeline.transforms.plan.plan import TransformedRows
 from pipeline.transforms.plan.schedule import single_array
 from storage.errors import CorruptFileError
+from storage.pages.columns import load_loops
 from storage.reader import Fragment
 from storage.warehouse import Warehouse
 
@@ -124,6 +125,7 @@ class Worker:
 
     def warm_up(self) -> None:
         """Loads the compiled loops. Otherwise the first split would take longer than others."""
+        load_loops()
         writer, none = PrivateWriter(), np.empty(0, np.int64)
         rows = self.reader.empty()
         transformed, runs = self._transform(rows, none, Costs())

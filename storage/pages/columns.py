@@ -54,3 +54,13 @@ def _open_lists(
             if chunk is not None:
                 found[name] = chunk
     return found
+
+
+def load_loops() -> None:
+    """Loads the compiled loops. Otherwise the first row group would take longer than others."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"ids": pa.array([[1, 2], [None, 1]], pa.list_(pa.int64()))}), sink)
+    data = pa.BufferReader(sink.getvalue())
+    with pq.ParquetFile(data) as file:
+        for _ in read_columns(file, data, 0, ["ids"], 1):
+            pass
