@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.pages.lists import ListChunk, is_list_of_ids, open_list
+from storage.pages.lists import ListChunk, is_list_of_numbers, open_list
 from storage.pages.ranges import find_range
 
 
@@ -47,7 +47,7 @@ def _open_lists(
         if len(leaves[name]) != 1:
             continue
         leaf, stored, field = group.column(leaves[name][0]), file.schema.column(leaves[name][0]), fields.field(name)
-        if is_list_of_ids(leaf, stored, field):
+        if is_list_of_numbers(leaf, stored, field):
             begin, end = find_range(leaf)
             data.seek(begin)
             chunk = open_list(data.read_buffer(end - begin), leaf, field, group.num_rows)
@@ -58,9 +58,10 @@ def _open_lists(
 
 def load_loops() -> None:
     """Loads the compiled loops. Otherwise the first row group would take longer than others."""
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"ids": pa.array([[1, 2], [None, 1]], pa.list_(pa.int64()))}), sink)
-    data = pa.BufferReader(sink.getvalue())
-    with pq.ParquetFile(data) as file:
-        for _ in read_columns(file, data, 0, ["ids"], 1):
-            pass
+    for items in (pa.int64(), pa.float32()):
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"ids": pa.array([[1, 2], [None, 1]], pa.list_(items))}), sink)
+        data = pa.BufferReader(sink.getvalue())
+        with pq.ParquetFile(data) as file:
+            for _ in read_columns(file, data, 0, ["ids"], 1):
+                pass

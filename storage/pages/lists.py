@@ -1,11 +1,12 @@
-"""Decodes columns of lists of ids from Parquet's pages.
+"""Decodes columns of lists of numbers from Parquet's pages.
 
-PyArrow decodes a list level by level, which takes most of the time of a read. One bit per id says where lists begin,
+PyArrow decodes a list level by level, which takes most of the time of a read. One bit per item says where lists begin,
 and the loops here look at 64 of them at once.
 """
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,15 +21,20 @@ ENCODINGS = {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
 CODECS = {"SNAPPY": "snappy", "GZIP": "gzip", "BROTLI": "brotli", "ZSTD": "zstd", "LZ4": "lz4_raw"}
 WIDEST = 32
 """Bits of an index into a dictionary at most."""
-ID_BYTES = 8
+ITEMS: dict[pa.DataType, tuple[str, type[np.signedinteger[Any]]]] = {
+    pa.int64(): ("INT64", np.int64), pa.uint64(): ("INT64", np.int64), pa.float64(): ("DOUBLE", np.int64),
+    pa.int32(): ("INT32", np.int32), pa.uint32(): ("INT32", np.int32), pa.float32(): ("FLOAT", np.int32),
+}  # fmt: skip
+"""Type of items -> their type in the file, and the integers that have the same bits. Only bits are copied."""
 
 Ids = npt.NDArray[np.int64]
+Items = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
 
 
-def is_list_of_ids(leaf: pq.ColumnChunkMetaData, stored: pq.ColumnSchema, field: pa.Field) -> bool:
-    """Returns whether `open_list` may know a column: lists of int64.
+def is_list_of_numbers(leaf: pq.ColumnChunkMetaData, stored: pq.ColumnSchema, field: pa.Field) -> bool:
+    """Returns whether `open_list` may know a column: lists of numbers of 32 or 64 bits.
 
     Args:
         leaf: The column's only one.
@@ -36,7 +42,7 @@ def is_list_of_ids(leaf: pq.ColumnChunkMetaData, stored: pq.ColumnSchema, field:
         field: The column as pyarrow reads it.
     """
     kind = field.type
-    if not is_list(kind) or kind.value_type != pa.int64() or leaf.physical_type != "INT64":
+    if not is_list(kind) or leaf.physical_type != ITEMS.get(kind.value_type, ("",))[0]:
         return False
     levels = 1, 1 + field.nullable + kind.value_field.nullable
     return (
@@ -52,7 +58,7 @@ def open_list(data: pa.Buffer, leaf: pq.ColumnChunkMetaData, field: pa.Field, ro
     Args:
         data: The bytes of the column chunk.
         leaf: What the footer says about it.
-        field: The column as pyarrow reads it: lists or large lists of int64.
+        field: The column as pyarrow reads it: lists or large lists.
         rows: Rows of the row group.
     """
     codec = CODECS.get(leaf.compression)
@@ -85,7 +91,8 @@ class ListChunk:
     def __init__(self, data: pa.Buffer, values: int, codec: pa.Codec | None, field: pa.Field, rows: int) -> None:
         self.data, self.codec, self.field, self.rows = memoryview(data).cast("B"), codec, field, rows
         self.pages = list(read_pages(self.data, values))
-        self.dictionary = np.empty(0, np.int64)
+        self.items = np.dtype(ITEMS[field.type.value_type][1])
+        self.dictionary: Items = np.empty(0, self.items)
         self._page: _ListPage | None = None
         self._row = 0
 
@@ -132,23 +139,23 @@ class ListChunk:
 
     def _array(self, offsets: Ids, nulls: Flags, parts: Sequence[tuple["_ListPage", int]]) -> pa.Array:
         items, rows = int(offsets[-1]), len(nulls)
-        values, marks = pa.allocate_buffer(ID_BYTES * items), None
-        out, done = np.frombuffer(values, np.int64), 0
+        values, marks = pa.allocate_buffer(self.items.itemsize * items), None
+        out, done = np.frombuffer(values, self.items), 0
         for page, count in parts:
             some = page.read(out[done : done + count])
             if some is not None:
                 marks = np.ones(items, np.bool_) if marks is None else marks
                 marks[done : done + count] = some
             done += count
-        ids = pa.Array.from_buffers(pa.int64(), items, [_bits(marks), values])
+        child = pa.Array.from_buffers(self.field.type.value_type, items, [_bits(marks), values])
         valid = _bits(~nulls) if nulls.any() else None
         places = self._narrow(offsets) if pa.types.is_list(self.field.type) else offsets
-        return pa.Array.from_buffers(self.field.type, rows, [valid, pa.py_buffer(places)], children=[ids])
+        return pa.Array.from_buffers(self.field.type, rows, [valid, pa.py_buffer(places)], children=[child])
 
     def _narrow(self, offsets: Ids) -> npt.NDArray[np.int32]:
         """Returns the offsets of a list that is not large."""
         if offsets[-1] > np.iinfo(np.int32).max:
-            raise pa.ArrowInvalid(f"column '{self.field.name}' has {offsets[-1]} ids in {len(offsets) - 1} rows")
+            raise pa.ArrowInvalid(f"column '{self.field.name}' has {offsets[-1]} items in {len(offsets) - 1} rows")
         return offsets.astype(np.int32)
 
     def _open_page(self) -> "_ListPage | None":
@@ -159,9 +166,9 @@ class ListChunk:
                 continue
             if page.kind == DICTIONARY:
                 body = self.decompress(page)
-                if ID_BYTES * page.values > len(body):
+                if self.items.itemsize * page.values > len(body):
                     raise pa.ArrowInvalid(f"dictionary of column '{self.field.name}' is cut short")
-                self.dictionary = np.frombuffer(body, np.int64, page.values)
+                self.dictionary = np.frombuffer(body, self.items, page.values)
             else:
                 self._page, self._row = _ListPage(self.decompress(page), page, self), 0
                 return self._page
@@ -211,14 +218,14 @@ class _ListPage:
         self._open_values(definition[1], page.encoding == PLAIN, present)
         self._read, self._items = 0, None
         if present < items:
-            marks, values = np.empty(items, np.bool_), np.empty(present, np.int64)
+            marks, values = np.empty(items, np.bool_), np.empty(present, self.dictionary.dtype)
             find_present(*levels, marks)
             self._decode(values)
-            spread = np.zeros(items, np.int64)
+            spread = np.zeros(items, values.dtype)
             spread[marks] = values
             self._read, self._items = 0, (spread, marks)
 
-    def read(self, out: Ids) -> Flags | None:
+    def read(self, out: Items) -> Flags | None:
         """Writes the next items, and returns which of them are not null: bool [V], or None for all."""
         if self._items is None:
             self._decode(out)
@@ -232,14 +239,15 @@ class _ListPage:
     def _open_values(self, begin: int, plain: bool, present: int) -> None:
         self._plain, self._width, self._cursor = None, 0, np.zeros(4, np.int64)
         if present and plain:
-            self._check(begin + ID_BYTES * present <= len(self.body), f"{present} ids")
-            self._plain = np.frombuffer(self.body, np.int64, present, begin)
+            items = self.dictionary.dtype
+            self._check(begin + items.itemsize * present <= len(self.body), f"{present} items")
+            self._plain = np.frombuffer(self.body, items, present, begin)
         elif present:
             self._check(begin < len(self.body) and len(self.dictionary) > 0, "indices into a dictionary")
             self._width, self._cursor[0] = int(self.body[begin]), begin + 1
             self._check(self._width <= WIDEST, f"indices of at most {WIDEST} bits")
 
-    def _decode(self, out: Ids) -> None:
+    def _decode(self, out: Items) -> None:
         """Writes the next items that are not null."""
         if self._plain is not None:
             out[:] = self._plain[self._read : self._read + len(out)]

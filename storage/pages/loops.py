@@ -17,6 +17,7 @@ from storage.compiled import compiled
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
+Items = npt.NDArray[np.signedinteger[Any]]
 Flags = npt.NDArray[np.bool_]
 
 MALFORMED = -1
@@ -199,15 +200,15 @@ def find_present(body: Bytes, place: int, end: int, levels: int, empty: int, mos
 
 
 @compiled
-def look_up(body: Bytes, width: int, cursor: Ids, dictionary: Ids, out: Ids) -> int:
+def look_up(body: Bytes, width: int, cursor: Ids, dictionary: Items, out: Items) -> int:
     """Decodes the next values of a page that stores indices into a dictionary.
 
     Args:
         body: The page.
         width: Bits of an index, 1 to 32.
         cursor: int64 [4]. Where to go on.
-        dictionary: int64 [D], D above 0.
-        out: int64 [V].
+        dictionary: int32 or int64 [D], D above 0.
+        out: int32 or int64 [V].
     Returns:
         Number of values, or -1 if the page is damaged or has too few.
     """
