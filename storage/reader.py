@@ -70,7 +70,7 @@ class Fragment(FileRows, frozen=True):
 class _Source(NamedTuple):
     """A data file that is open.
 
-    Args:
+    Attributes:
         data: Its bytes.
         ranges: Fetches them, if the file is in an object store.
     """

@@ -9,6 +9,9 @@ import pyarrow.parquet as pq
 from storage.pages.lists import ListChunk, is_list_of_numbers, open_list
 from storage.pages.ranges import find_range
 
+MISTAKEN = "parquet-cpp version"
+"""Start of the names of writers before Arrow 3, which call compressed pages uncompressed (ARROW-10353)."""
+
 
 def read_columns(
     file: pq.ParquetFile, data: pa.NativeFile, row_group: int, columns: Sequence[str], batch_rows: int
@@ -22,7 +25,7 @@ def read_columns(
     """
     lists = _open_lists(file, data, row_group, columns)
     fields = file.schema_arrow
-    schema = pa.schema([fields.field(name) for name in columns])
+    schema = pa.schema([fields.field(name) for name in columns], fields.metadata)
     others = [name for name in columns if name not in lists]
     for decoded in file.iter_batches(batch_rows, [row_group], others, use_threads=False):
         if lists:
@@ -38,6 +41,8 @@ def _open_lists(
     file: pq.ParquetFile, data: pa.NativeFile, row_group: int, columns: Sequence[str]
 ) -> dict[str, ListChunk]:
     """Returns the columns that need not be left to pyarrow."""
+    if f"{file.metadata.created_by}".startswith(MISTAKEN):
+        return {}
     group, fields = file.metadata.row_group(row_group), file.schema_arrow
     leaves = defaultdict[str, list[int]](list)
     for i in range(group.num_columns):

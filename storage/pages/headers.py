@@ -16,7 +16,7 @@ PLAIN, PLAIN_DICTIONARY, RLE, RLE_DICTIONARY = 0, 2, 3, 8
 TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12
 """Types of Thrift's fields."""
 DEEPEST = 8
-"""Structs within structs in a header at most. Parquet has four."""
+"""Structs and lists within one another in a header at most. Parquet has four."""
 
 Struct = dict[int, Any]
 
@@ -85,17 +85,17 @@ def _page(header: Struct, begin: int) -> Page | None:
 
 
 class _Reader:
-    """Reads one header.
-
-    Raises:
-        LookupError, ValueError: If it is damaged.
-    """
+    """Reads one header."""
 
     def __init__(self, data: memoryview, position: int) -> None:
         self.data, self.position = data, position
 
     def header(self) -> tuple[Struct, int]:
-        """Returns the fields of the header by number, and the position after it."""
+        """Returns the fields of the header by number, and the position after it.
+
+        Raises:
+            LookupError, ValueError: If it is damaged.
+        """
         return self._struct(0), self.position
 
     def _byte(self) -> int:
@@ -116,8 +116,6 @@ class _Reader:
         return (value >> 1) ^ -(value & 1)
 
     def _struct(self, depth: int) -> Struct:
-        if depth > DEEPEST:
-            raise ValueError
         fields, number = Struct(), 0
         while head := self._byte():
             number = number + (head >> 4) if head >> 4 else self._integer()
@@ -125,6 +123,8 @@ class _Reader:
         return fields
 
     def _value(self, kind: int, depth: int) -> Any:
+        if self.position > len(self.data) or depth > DEEPEST:
+            raise ValueError
         if kind in (TRUE, FALSE):
             return kind == TRUE
         if kind in (I16, I32, I64):
@@ -138,6 +138,8 @@ class _Reader:
         if kind in (LIST, SET):
             head = self._byte()
             count = self._varint() if head >> 4 == 15 else head >> 4
+            if count > len(self.data) - self.position:
+                raise ValueError
             for _ in range(count):
                 self._value(BYTE if head & 15 in (TRUE, FALSE) else head & 15, depth + 1)
             return None

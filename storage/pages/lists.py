@@ -19,6 +19,8 @@ from storage.pages.loops import find_present, find_rows, look_up, place_rows
 
 ENCODINGS = {"PLAIN", "RLE", "PLAIN_DICTIONARY", "RLE_DICTIONARY"}
 CODECS = {"SNAPPY": "snappy", "GZIP": "gzip", "BROTLI": "brotli", "ZSTD": "zstd", "LZ4": "lz4_raw"}
+LENGTHLESS = {"brotli", "lz4_raw"}
+"""Codecs that do not notice if a damaged page decompresses to fewer bytes than its header says."""
 WIDEST = 32
 """Bits of an index into a dictionary at most."""
 ITEMS: dict[pa.DataType, tuple[str, type[np.signedinteger[Any]]]] = {
@@ -68,11 +70,11 @@ def open_list(data: pa.Buffer, leaf: pq.ColumnChunkMetaData, field: pa.Field, ro
             known = (PLAIN,) if page.kind == DICTIONARY else (PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY)
             if page.encoding not in known or page.size > leaf.total_uncompressed_size:
                 return None
-        if codec == "lz4_raw" and chunk.pages:
-            chunk.decompress(chunk.pages[0])  # the older of two formats of the name LZ4 fails
-    except (OSError, pa.ArrowInvalid):
+            if page.checksum is None and codec in LENGTHLESS:
+                return None
+    except pa.ArrowInvalid:
         return None  # pyarrow knows the mistakes of old writers, or says what is wrong
-    return chunk
+    return chunk if all(page.kind != DICTIONARY for page in chunk.pages[1:]) else None
 
 
 class ListChunk:
@@ -168,7 +170,7 @@ class ListChunk:
                 body = self.decompress(page)
                 if self.items.itemsize * page.values > len(body):
                     raise pa.ArrowInvalid(f"dictionary of column '{self.field.name}' is cut short")
-                self.dictionary = np.frombuffer(body, self.items, page.values)
+                self.dictionary = np.frombuffer(body, self.items, page.values).copy()
             else:
                 self._page, self._row = _ListPage(self.decompress(page), page, self), 0
                 return self._page
@@ -179,12 +181,14 @@ class ListChunk:
         stored, levels = self.data[page.begin : page.begin + page.stored], sum(page.level_bytes or ())
         if page.checksum is not None and zlib.crc32(stored) != page.checksum:
             raise OSError(f"could not verify page integrity, CRC checksum of column '{self.field.name}' differs")
-        if levels > min(page.stored, page.size):
-            raise pa.ArrowInvalid(f"column '{self.field.name}': a page without {levels} bytes of levels")
-        if self.codec is None or not page.compressed or page.size == levels:
-            return np.frombuffer(stored, np.uint8)
-        values = np.frombuffer(self.codec.decompress(stored[levels:], page.size - levels), np.uint8)
-        return np.concatenate([np.frombuffer(stored[:levels], np.uint8), values]) if levels else values
+        if levels > page.stored:
+            raise pa.ArrowInvalid(f"column '{self.field.name}': {levels} bytes of levels in a page of {page.stored}")
+        body = np.frombuffer(stored, np.uint8)
+        if self.codec is not None and page.compressed and page.size != levels:
+            values = np.frombuffer(_decompress(self.codec, stored[levels:], page.size - levels), np.uint8)
+            body = np.concatenate([body[:levels], values]) if levels else values
+        body.flags.writeable = False  # numba compiles a loop for each kind of array
+        return body
 
 
 class _ListPage:
@@ -209,11 +213,11 @@ class _ListPage:
         most = empty + 1 + int(chunk.field.type.value_field.nullable)
         starts = np.empty(min(page.values, chunk.rows) + 1, np.int64)
         self.rows = find_rows(body, *repetition, page.values, starts[:-1])
-        self._check(self.rows >= 0, "repetition levels that begin as many rows as its row group has at most")
+        self._check(self.rows >= 0, "damaged repetition levels")
         self.starts, self.nulls = starts[: self.rows + 1], np.empty(self.rows, np.bool_)
         levels = body, *definition, page.values, empty, most
         items, present = place_rows(*levels, self.starts[:-1], self.nulls)
-        self._check(items >= 0, "definition levels of lists")
+        self._check(items >= 0, "damaged definition levels")
         self.starts[-1], self.lead = items, int(self.starts[0]) if self.rows else items
         self._open_values(definition[1], page.encoding == PLAIN, present)
         self._read, self._items = 0, None
@@ -240,34 +244,50 @@ class _ListPage:
         self._plain, self._width, self._cursor = None, 0, np.zeros(4, np.int64)
         if present and plain:
             items = self.dictionary.dtype
-            self._check(begin + items.itemsize * present <= len(self.body), f"{present} items")
+            self._check(begin + items.itemsize * present <= len(self.body), f"fewer than {present} items")
             self._plain = np.frombuffer(self.body, items, present, begin)
         elif present:
-            self._check(begin < len(self.body) and len(self.dictionary) > 0, "indices into a dictionary")
+            self._check(begin < len(self.body) and len(self.dictionary) > 0, "no dictionary, or no index into it")
             self._width, self._cursor[0] = int(self.body[begin]), begin + 1
-            self._check(self._width <= WIDEST, f"indices of at most {WIDEST} bits")
+            self._check(self._width <= WIDEST, f"indices of {self._width} bits")
 
     def _decode(self, out: Items) -> None:
         """Writes the next items that are not null."""
         if self._plain is not None:
             out[:] = self._plain[self._read : self._read + len(out)]
             self._read += len(out)
-        elif self._width:
-            done = look_up(self.body, self._width, self._cursor, self.dictionary, out)
-            self._check(done >= 0, "indices into its dictionary")
         elif len(out):
-            out[:] = self.dictionary[0]
+            done = look_up(self.body, self._width, self._cursor, self.dictionary, out)
+            self._check(done >= 0, "damaged indices")
 
     def _section(self, begin: int) -> tuple[int, int]:
         """Returns the bytes of levels that begin with their length."""
-        self._check(begin + 4 <= len(self.body), "levels")
+        self._check(begin + 4 <= len(self.body), "no levels")
         end = begin + 4 + int.from_bytes(self.body[begin : begin + 4].tobytes(), "little")
-        self._check(end <= len(self.body), "levels")
+        self._check(end <= len(self.body), "too few levels")
         return begin + 4, end
 
-    def _check(self, sound: bool, expected: str) -> None:
+    def _check(self, sound: bool, damage: str) -> None:
         if not sound:
-            raise pa.ArrowInvalid(f"column '{self.name}': a page without {expected}")
+            raise pa.ArrowInvalid(f"column '{self.name}': a page has {damage}")
+
+
+def _decompress(codec: pa.Codec, data: memoryview, size: int) -> pa.Buffer:
+    """Returns `size` bytes. pyarrow does not say how many it has filled, so the data must: zstd checks it by itself."""
+    own = size
+    if codec.name == "snappy":
+        own = sum((byte & 127) << 7 * i for i, byte in enumerate(_varint(data)))
+    elif codec.name == "gzip":
+        own = int.from_bytes(data[-4:], "little")
+    if own != size:
+        raise OSError(f"page did not decompress to {size} bytes, but to {own}")
+    return codec.decompress(data, size)
+
+
+def _varint(data: memoryview) -> memoryview:
+    """Returns the bytes of the number at the start of the data, 7 bits each. All but the last have the eighth."""
+    end = next((i for i, byte in enumerate(data[:5]) if byte < 128), 4)
+    return data[: end + 1]
 
 
 def _bits(flags: Flags | None) -> pa.Buffer | None:

@@ -1,4 +1,4 @@
-"""Loops over the bytes of Parquet's pages. They check all bounds: a damaged page is an error, never a crash.
+"""Loops over the bytes of Parquet's pages. They check bounds, as numba does not: a damaged page is an error, no crash.
 
 Source:
     Encodings.md of apache/parquet-format: the hybrid of runs and bit-packed values ("RLE/Bit-Packing Hybrid").
@@ -33,7 +33,7 @@ def _intrinsic(function: Callable[..., Any]) -> Any:
 
 @_intrinsic
 def load_word(_: Any, array: Any, index: Any) -> Any:
-    """Returns the eight bytes array[index : index + 8] as an unsigned integer. There is no bounds check."""
+    """Returns the eight bytes array[index : index + 8] as an unsigned integer. Callers check the bounds."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -87,7 +87,7 @@ def find_rows(body: Bytes, place: int, end: int, levels: int, starts: Ids) -> in
         if place < 0 or count == 0 or place >= end:
             return MALFORMED
         if header & 1:
-            if place + ((count + 7) >> 3) > end:
+            if place + (header >> 1) > end:
                 return MALFORMED
             for first in range(0, count, 64):
                 byte = place + (first >> 3)
@@ -107,6 +107,8 @@ def find_rows(body: Bytes, place: int, end: int, levels: int, starts: Ids) -> in
                     word &= word - np.uint64(1)
             place += header >> 1
         else:
+            if body[place] > 1:
+                return MALFORMED
             if body[place] == 0:
                 if rows + count > len(starts):
                     return MALFORMED
@@ -143,7 +145,7 @@ def place_rows(
         if place < 0 or count == 0 or place >= end:
             return MALFORMED, MALFORMED
         if header & 1:
-            if place + ((count * width + 7) >> 3) > end:
+            if place + (header >> 1) * width > end:
                 return MALFORMED, MALFORMED
             for i in range(count):
                 level = (int(body[place + (i * width >> 3)]) >> (i * width & 7)) & (1 if width == 1 else 3)
@@ -205,7 +207,7 @@ def look_up(body: Bytes, width: int, cursor: Ids, dictionary: Items, out: Items)
 
     Args:
         body: The page.
-        width: Bits of an index, 1 to 32.
+        width: Bits of an index, 0 to 32.
         cursor: int64 [4]. Where to go on.
         dictionary: int32 or int64 [D], D above 0.
         out: int32 or int64 [V].
@@ -219,26 +221,21 @@ def look_up(body: Bytes, width: int, cursor: Ids, dictionary: Items, out: Items)
             header, place = read_run(body, cursor[PLACE], end)
             packed = header & 1
             size = (header >> 1) * width if packed else (width + 7) >> 3
-            if place < 0 or header < 2:
+            if place < 0 or header < 2 or place + size > end:
                 return MALFORMED
             cursor[PACKED] = packed
             if packed:
-                cursor[LEFT] = min((header >> 1) << 3, ((end - place) << 3) // width)
-                cursor[AT] = place << 3
+                cursor[LEFT], cursor[AT] = (header >> 1) << 3, place << 3
             else:
-                if place + size > end:
-                    return MALFORMED
                 cursor[LEFT], cursor[AT] = header >> 1, 0
                 for i in range(size):
                     cursor[AT] |= int(body[place + i]) << (i << 3)
             cursor[PLACE] = place + size
-            if cursor[LEFT] == 0:
-                return MALFORMED
         count = min(cursor[LEFT], len(out) - done)
         part = out[done : done + count]
         if cursor[PACKED]:
             bit = cursor[AT]
-            whole = min(max((((end - 8) << 3) - bit) // width, 0), count)
+            whole = min(max((((end - 8) << 3) - bit) // max(width, 1), 0), count)
             for i in range(whole):
                 place = bit + i * width
                 code = (load_word(body, place >> 3) >> np.uint64(place & 7)) & mask
