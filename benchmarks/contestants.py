@@ -159,7 +159,7 @@ def shuffled_batches(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequenc
         batches = tuple((cut,) for cut in cuts[first : first + GROUP_BATCHES])
         work = BatchWork(seed=1, epoch=0, shuffled=True, world_size=1, ranks=(0,), batches=batches)
         writer = slabs[1].writer()
-        worker.make_batches(work, [slabs[0].read(segment) for segment, _ in splits], writer)
+        worker.make_batches(work, slabs[0].read([segment for segment, _ in splits]), writer)
         made = writer.finish()
         arrays = made.arrays()
         made.close()

@@ -451,7 +451,7 @@ def do_task(
     writer = (slabs.splits if isinstance(task.work, Split) else slabs.batches).writer()
     try:
         places = [place for place in task.inputs if isinstance(place, Place)]
-        arrays = shelf.find(places) if shelf is not None else [slabs.splits.read(one) for one in inputs]
+        arrays = shelf.find(places) if shelf is not None else slabs.splits.read(inputs)
         rows, costs = run_work(workers[task.data], task.work, arrays, writer)
     except Exception as error:  # sent to the master, which decides
         if not isinstance(error, ContractError):

@@ -90,6 +90,7 @@ class Slabs:
 
     def __init__(self) -> None:
         self.slabs: list[_Slab] = []
+        self._read: dict[int, mmap.mmap] = {}
 
     def writer(self) -> "SharedWriter":
         """Returns a writer over memory that nobody reads."""
@@ -102,20 +103,32 @@ class Slabs:
             self.slabs.append(free[0])
         return SharedWriter(free[0])
 
-    def read(self, segment: Segment) -> Arrays:
-        """Returns the arrays of a segment, not to be written to, for as long as its descriptor is open.
+    def read(self, segments: Sequence[Segment]) -> list[Arrays]:
+        """Returns the arrays of segments, not to be written to, for as long as their descriptors are open.
 
-        Those in a slab of this process are views of its mapping. A new mapping would have to look up each page again.
+        Slabs of other processes stay mapped until other segments are read. Mostly they are read again, and a new
+        mapping would have to look up each page again.
         """
-        number = os.fstat(segment.fd).st_ino
-        for slab in self.slabs:
-            if slab.number == number:
-                return _map_arrays(slab.mapped, segment.shapes)
-        return segment.arrays()
+        if not segments:  # work without inputs lies between two that read the same
+            return []
+        own, read = {slab.number: slab.mapped for slab in self.slabs}, self._read
+        self._read = {}
+        found = []
+        for segment in segments:
+            number = os.fstat(segment.fd).st_ino
+            mapped = own.get(number)
+            if mapped is None:
+                mapped = read.get(number)
+                if mapped is None or len(mapped) < segment.size:
+                    mapped = _map_slab(segment.fd)
+                self._read[number] = mapped
+            found.append(_map_arrays(mapped, segment.shapes))
+        return found
 
     def clear(self) -> None:
         """Drops all slabs. Readers keep their memory."""
         self.slabs.clear()
+        self._read.clear()
 
 
 class _Slab:
@@ -214,6 +227,15 @@ def allow_many_segments() -> None:
     """Raises the soft limit on open files to the hard one, because each segment is an open file."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _map_slab(fd: int) -> mmap.mmap:
+    """Maps a slab of another process. Python's mapping keeps a descriptor, which must not hold the reader's lock."""
+    unlocked = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(unlocked, os.fstat(unlocked).st_size)
+    finally:
+        os.close(unlocked)
 
 
 def _map_arrays(memory: mmap.mmap, shapes: Shapes, start: int = 0) -> Arrays:

@@ -216,16 +216,16 @@ def test_a_process_reads_its_own_memory_without_another_mapping() -> None:
     writer.add({"more": ("int64", (SLAB_BYTES,))})["more"][:] = 7
     segment = writer.finish()
     before = segments()
-    own = slabs.read(segment)
+    (own,) = slabs.read([segment])
     assert segments() == before
-    other = Slabs().read(segment)
+    (other,) = Slabs().read([segment])
     assert segments() > before
     for seen in (own, other):
         assert list(seen) == [*SHAPES, "more"]
         assert all(seen[name].tolist() == expected[name].tolist() for name in SHAPES)
         assert set(seen["more"].tolist()) == {7}
     slabs.clear()
-    assert slabs.read(segment)["ids"].tolist() == expected["ids"].tolist()
+    assert slabs.read([segment])[0]["ids"].tolist() == expected["ids"].tolist()
     segment.close()
 
 
@@ -235,8 +235,39 @@ def test_memory_that_is_read_without_a_mapping_is_not_written_again() -> None:
     writer = slabs.writer()
     writer.add({"ids": ("int64", (4,))})["ids"][:] = 7
     segment = writer.finish()
-    seen = slabs.read(segment)
+    (seen,) = slabs.read([segment])
     slabs.writer().add({"ids": ("int64", (4,))})["ids"][:] = 8
     assert seen["ids"].tolist() == [7] * 4
     segment.close()
     assert slabs.writer().slab is writer.slab
+
+
+def test_memory_of_another_process_stays_mapped_but_may_be_written_again() -> None:
+    """Its owner reuses it once the descriptor is closed, and the reader then sees the new content, also more of it."""
+    slabs, reader = Slabs(), Slabs()
+    for count in (4, 5, SLAB_BYTES):
+        writer = slabs.writer()
+        assert writer.slab is slabs.slabs[0]
+        writer.add({"ids": ("int64", (count,))})["ids"][:] = count
+        segment = writer.finish()
+        (first,), (second,) = reader.read([segment]), reader.read([segment])
+        assert set(first["ids"].tolist()) == {count}
+        assert first["ids"].shape == (count,)
+        assert first["ids"].ctypes.data == second["ids"].ctypes.data
+        segment.close()
+        assert len(slabs.slabs) == 1
+
+
+def test_memory_that_is_not_read_again_is_given_back() -> None:
+    slabs, reader = Slabs(), Slabs()
+    made = []
+    for count in (4, 5, 6):
+        writer = slabs.writer()
+        writer.add({"ids": ("int64", (count,))})["ids"][:] = count
+        made.append(writer.finish())
+    before = segments()
+    for some in (made[:2], [], made[1:]):
+        assert [set(arrays["ids"].tolist()) for arrays in reader.read(some)] == [{made.index(one) + 4} for one in some]
+        assert segments() == before + 4  # two mappings and their descriptors
+    for segment in made:
+        segment.close()
