@@ -248,7 +248,7 @@ class SnapshotReader:
                 ranges = RangeFile(self.table.io.new_input(fragment.path).open(), [])
                 data = pa.PythonFile(ranges, "r")
                 options = READ_OPTIONS | {"metadata": file.metadata, "pre_buffer": False}
-                with pq.ParquetFile(data, **options) as ranged:
+                with data, pq.ParquetFile(data, **options) as ranged:
                     yield from self._decode(_Source(ranged, data, ranges), stored, fragment, choice)
 
     def _known_columns(self, file: pq.ParquetFile, stored: Mapping[int, str]) -> dict[str, FileColumn | None]:

@@ -1,7 +1,8 @@
-"""Decodes columns of a row group, each by the faster of two decoders."""
+"""Decodes columns of a row group: lists of numbers from their pages, and what is left with pyarrow."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,18 +24,47 @@ def read_columns(
     Raises:
         ArrowException, OSError: If the file is damaged.
     """
-    lists = _open_lists(file, data, row_group, columns)
+    lists = {
+        name: _ListColumn(chunk, file.iter_batches(batch_rows, [row_group], [name], use_threads=False))
+        for name, chunk in _open_lists(file, data, row_group, columns).items()
+    }
     fields = file.schema_arrow
     schema = pa.schema([fields.field(name) for name in columns], fields.metadata)
     others = [name for name in columns if name not in lists]
     for decoded in file.iter_batches(batch_rows, [row_group], others, use_threads=False):
         if lists:
-            arrays = [lists[name].read(len(decoded)) if name in lists else decoded.column(name) for name in columns]
+            rows = len(decoded)
+            arrays = [lists[name].read(rows) if name in lists else decoded.column(name) for name in columns]
             decoded = pa.RecordBatch.from_arrays(arrays, schema=schema)
         yield decoded
-    for name, chunk in lists.items():
-        if not chunk.finished:
-            raise pa.ArrowInvalid(f"column '{name}' has more rows than row group {row_group}")
+
+
+class _ListColumn:
+    """A column of lists, decoded here as long as it can be.
+
+    Args:
+        chunk: Decodes it.
+        batches: The same from pyarrow, which reads some damaged pages nevertheless, or says what is wrong.
+    """
+
+    def __init__(self, chunk: ListChunk, batches: Iterator[pa.RecordBatch]) -> None:
+        self.chunk: ListChunk | None = chunk
+        self.batches, self.done = batches, 0
+
+    def read(self, rows: int) -> pa.Array:
+        """Returns the rows of the next batch."""
+        if self.chunk is not None:
+            try:
+                array = self.chunk.read(rows)
+            except (OSError, pa.ArrowInvalid):
+                self.chunk, self.batches = None, islice(self.batches, self.done, None)
+            else:
+                self.done += 1
+                return array
+        batch = next(self.batches, None)
+        if batch is None or len(batch) != rows:
+            raise pa.ArrowInvalid("columns of different length")
+        return batch.column(0)
 
 
 def _open_lists(

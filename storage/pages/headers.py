@@ -16,7 +16,7 @@ PLAIN, PLAIN_DICTIONARY, RLE, RLE_DICTIONARY = 0, 2, 3, 8
 TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12
 """Types of Thrift's fields."""
 DEEPEST = 8
-"""Structs and lists within one another in a header at most. Parquet has four."""
+"""Deepest nesting of structs and lists in a header. Parquet has four levels."""
 
 Struct = dict[int, Any]
 

@@ -145,8 +145,8 @@ def place_rows(
         if place < 0 or count == 0 or place >= end:
             return MALFORMED, MALFORMED
         if header & 1:
-            if place + (header >> 1) * width > end:
-                return MALFORMED, MALFORMED
+            if place + (header >> 1) * width >= end + width or place + ((count * width + 7) >> 3) > end:
+                return MALFORMED, MALFORMED  # some writers cut the padding of the last group
             for i in range(count):
                 level = (int(body[place + (i * width >> 3)]) >> (i * width & 7)) & (1 if width == 1 else 3)
                 begins = row < len(starts) and starts[row] == at + i
@@ -221,11 +221,13 @@ def look_up(body: Bytes, width: int, cursor: Ids, dictionary: Items, out: Items)
             header, place = read_run(body, cursor[PLACE], end)
             packed = header & 1
             size = (header >> 1) * width if packed else (width + 7) >> 3
-            if place < 0 or header < 2 or place + size > end:
+            missing = max(place + size - end, 0)
+            if place < 0 or header < 2 or missing >= max(width if packed else 1, 1):
                 return MALFORMED
             cursor[PACKED] = packed
             if packed:
-                cursor[LEFT], cursor[AT] = (header >> 1) << 3, place << 3
+                cursor[LEFT] = ((size - missing) << 3) // width if missing else (header >> 1) << 3
+                cursor[AT] = place << 3
             else:
                 cursor[LEFT], cursor[AT] = header >> 1, 0
                 for i in range(size):

@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.pages.columns import _open_lists, read_columns
+from storage.pages.lists import ListChunk
 from storage.snapshot.parquet import READ_OPTIONS
 from tests.storage.pages import crafted
 from tests.storage.pages.crafted import THREE_LEVELS, data_page, ids, parquet, runs
@@ -55,6 +56,16 @@ READ = {
         ],
         3, 2, THREE_LEVELS,
     ),
+    "definition levels without their padding, as Polars cut them": parquet(
+        [data_page(3, REPETITION, runs([3, 3, 3], width=2)[:-1], ids(5, 6, 7))], 3, 2, THREE_LEVELS
+    ),
+    "indices without their padding": parquet(
+        [
+            crafted.dictionary_page(*range(8)),
+            data_page(3, REPETITION, DEFINITION, b"\3" + runs([5, 6, 7], width=3)[:-1], encoding=8),
+        ],
+        3, 2, THREE_LEVELS,
+    ),
     "an uncompressed page of a compressed column": parquet(
         [crafted.second_page(3, 2, REPETITION, DEFINITION, ids(5, 6, 7), ids(5, 6, 7), compressed=False)],
         3, 2, THREE_LEVELS, SNAPPY,
@@ -78,6 +89,8 @@ def test_pages_that_old_arrow_calls_uncompressed_are_left_to_pyarrow(tmp_path: P
     assert ours == [[5, 6], [7]]
 
 
+LEFT = {"two dictionaries", "fewer bytes than the header says"}
+"""What is left to pyarrow, which refuses it."""
 REFUSED = {
     "two dictionaries": parquet(
         [crafted.dictionary_page(8), crafted.dictionary_page(9), data_page(1, runs([0]), runs((1, 3), width=2), b"\0\2")],
@@ -107,5 +120,32 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_damaged_files_are_errors(tmp_path: Path, name: str):
-    with pytest.raises((pa.ArrowException, OSError)):
-        both(tmp_path / "x.parquet", REFUSED[name])
+    path = tmp_path / "x.parquet"
+    path.write_bytes(REFUSED[name])
+    with pa.memory_map(str(path)) as data, pq.ParquetFile(str(path), **READ_OPTIONS) as file:
+        chunk = _open_lists(file, data, 0, ["ids"]).get("ids")
+        assert (chunk is None) == (name in LEFT)
+        if chunk is not None:
+            with pytest.raises(pa.ArrowInvalid, match="column 'ids': a page has"):
+                chunk.read(2)
+        with pytest.raises((pa.ArrowException, OSError)):
+            list(read_columns(file, data, 0, ["ids"], 1))
+
+
+def test_what_is_read_in_vain_is_left_to_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also in the middle of a row group."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"ids": pa.array([[i, i] for i in range(9)], pa.list_(pa.int64()))}), path)
+    read, calls = ListChunk.read, []
+
+    def fail_at_the_third(chunk: ListChunk, rows: int) -> pa.Array:
+        calls.append(rows)
+        if len(calls) == 3:
+            raise pa.ArrowInvalid("made up")
+        return read(chunk, rows)
+
+    monkeypatch.setattr(ListChunk, "read", fail_at_the_third)
+    with pa.memory_map(str(path)) as data, pq.ParquetFile(str(path), **READ_OPTIONS) as file:
+        rows = [row for batch in read_columns(file, data, 0, ["ids"], 2) for row in batch.column("ids").to_pylist()]
+    assert rows == [[i, i] for i in range(9)]
+    assert calls == [2, 2, 2]
