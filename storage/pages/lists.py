@@ -174,7 +174,9 @@ class ListChunk:
             if page.kind == DICTIONARY:
                 body = self.decompress(page)
                 if self.items.itemsize * page.values > len(body):
-                    raise pa.ArrowInvalid(f"dictionary of column '{self.field.name}' is cut short")
+                    raise pa.ArrowInvalid(
+                        f"column '{self.field.name}': a dictionary has fewer values than its header says"
+                    )
                 self.dictionary = np.frombuffer(body, self.items, page.values).copy()
             else:
                 self._page, self._row = _ListPage(self.decompress(page), page, self), 0

@@ -1,5 +1,6 @@
 """Files that no writer at hand makes. Every one is read as pyarrow reads it, or left to it."""
 
+import gzip
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ from tests.storage.pages.crafted import THREE_LEVELS, data_page, ids, parquet, r
 
 REPETITION, DEFINITION = runs([0, 1, 0]), runs((3, 3), width=2)
 """Levels of [[a, b], [c]]."""
-SNAPPY = 1
+SNAPPY, GZIP = 1, 2
 
 
 def both(path: Path, content: bytes) -> tuple[list[list[int] | None], list[list[int] | None], bool]:
@@ -85,6 +86,15 @@ def test_pages_that_old_arrow_calls_uncompressed_are_left_to_pyarrow(tmp_path: P
     page = crafted.second_page(3, 2, REPETITION, DEFINITION, ids(5, 6, 7), stored, compressed=False)
     by = b"parquet-cpp version 1.5.1-SNAPSHOT"
     ours, theirs, left = both(tmp_path / "x.parquet", parquet([page], 3, 2, THREE_LEVELS, SNAPPY, by))
+    assert (ours, left) == (theirs, True)
+    assert ours == [[5, 6], [7]]
+
+
+def test_gzip_pages_of_several_members_are_left_to_pyarrow(tmp_path: Path):
+    """They end with the length of the last member alone."""
+    stored = gzip.compress(ids(5)) + gzip.compress(ids(6, 7))
+    page = crafted.second_page(3, 2, REPETITION, DEFINITION, ids(5, 6, 7), stored, compressed=None)
+    ours, theirs, left = both(tmp_path / "x.parquet", parquet([page], 3, 2, THREE_LEVELS, GZIP))
     assert (ours, left) == (theirs, True)
     assert ours == [[5, 6], [7]]
 
