@@ -409,15 +409,16 @@ class Stream:
 
         Workers that work on different windows may read later ones first.
         """
-        later = [window for window in self.open.values() if window.number > self.to_cut]
-        window = max(later, key=lambda window: window.number, default=None)
-        dropped = [part for part in window.parts if part.memory is not None] if window is not None else []
-        if window is None or not dropped:
-            return False
-        self._drop_window(window)
-        window.missing += len(dropped)
-        self.reads += [self._read_item(window, part) for part in dropped]
-        return True
+        for number in sorted(self.open, reverse=True):
+            window = self.open[number]
+            dropped = [part for part in window.parts if part.memory is not None]
+            if number > self.to_cut and dropped:
+                self._drop_window(window)
+                window.missing += len(dropped)
+                reads = [*self.reads, *(self._read_item(window, part) for part in dropped)]
+                self.reads = deque(sorted(reads, key=_window_number))  # earlier windows are needed first
+                return True
+        return False
 
     def close(self) -> None:
         """Frees everything."""
@@ -679,6 +680,11 @@ def _leave_out(lost: Sequence[LostRows], epoch: int, splits: Sequence[Split]) ->
     gone = {(one.path, one.row_group) for one in lost if one.epoch == epoch}
     kept = [[one for one in split.fragments if (one.path, one.row_group) not in gone] for split in splits]
     return [Split(fragments=tuple(fragments)) for fragments in kept if fragments]
+
+
+def _window_number(item: WorkItem) -> int:
+    assert item.place is not None
+    return item.place[0].number
 
 
 def _number(batching: tuple[BatchGroup, WorkItem]) -> int:
