@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 ALIGNMENT = 64
 SLAB_BYTES = 1 << 20
-"""Initial size of a slab."""
+"""Initial size of the first slab. Others begin with the size of the largest, because growth maps them anew."""
 FREE_SLABS = 8
 """Number of unread slabs to keep."""
 
@@ -99,7 +99,7 @@ class Slabs:
             self.slabs.remove(slab)
             slab.close()
         if not free:
-            free.append(_Slab())
+            free.append(_Slab(max((len(slab.mapped) for slab in self.slabs), default=SLAB_BYTES)))
             self.slabs.append(free[0])
         return SharedWriter(free[0])
 
@@ -134,11 +134,11 @@ class Slabs:
 class _Slab:
     """A shared memory file that can grow."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.fd = os.memfd_create("dlrm-rows", os.MFD_CLOEXEC)
         self.close = weakref.finalize(self, os.close, self.fd)
         self.number = os.fstat(self.fd).st_ino
-        self.grow(SLAB_BYTES)
+        self.grow(size)
 
     def grow(self, size: int) -> None:
         """Enlarges the slab and keeps its contents."""

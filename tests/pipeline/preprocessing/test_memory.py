@@ -162,6 +162,19 @@ def test_only_so_many_unread_slabs_are_kept() -> None:
     assert segments() - before == 3 * FREE_SLABS  # two descriptors, Python's mapping has one of them, and the mapping
 
 
+def test_a_new_slab_has_the_size_of_the_largest_and_takes_no_memory_for_it() -> None:
+    slabs = Slabs()
+    shapes: Shapes = {"ids": ("int64", (SLAB_BYTES,))}
+    first = slabs.writer()
+    first.add(shapes)["ids"][:] = 1
+    lent = first.finish()
+    second = slabs.writer()
+    assert len(second.slab.mapped) == len(first.slab.mapped) >= 8 * SLAB_BYTES
+    second.add({"ids": ("int64", (8,))})["ids"][:] = 2
+    assert os.fstat(second.slab.fd).st_blocks * 512 <= resource.getpagesize()
+    lent.close()
+
+
 def test_copy_to_segment() -> None:
     writer = PrivateWriter()
     filled(writer.add(SHAPES))
