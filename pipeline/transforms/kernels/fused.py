@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from llvmlite.binding import get_host_cpu_features
 
 from pipeline.transforms.column import Column
-from pipeline.transforms.kernels.hashing import Ids, chain, mix
+from pipeline.transforms.kernels.hashing import Ids, chain, mix, multiply_high
 from pipeline.transforms.ops.dense import Clamp
 from pipeline.transforms.ops.op import ID_MAX, ID_MIN, Op
 from pipeline.transforms.ops.sparse import FirstX, SigridHash
@@ -14,6 +15,8 @@ from storage.compiled import compiled
 
 ORDER: dict[type[Op], int] = {FirstX: 0, SigridHash: 1, Clamp: 2}
 """Ops that can share a pass, and their order in it."""
+CONVERTS = bool(get_host_cpu_features().get("avx512dq"))
+"""Whether the processor turns vectors of float64 into int64 and back. With AVX2 it takes one number at a time."""
 BLOCK = 2_048
 """Ids to copy before hashing them, few enough to stay in the processor's nearest cache."""
 
@@ -76,10 +79,15 @@ def _hash_clamp(ids: Ids, size: int, salt: int, low: int, high: int) -> int:
     """Works in place, in loops without divisions and branches, which the compiler can vectorise (SIMD)."""
     if size == 1:
         ids[:] = 0
-    elif size > 1:
+    elif size > 1 and CONVERTS:
         upper, inverse = np.uint64(salt), 1.0 / size
         for i in range(len(ids)):
             ids[i] = floored(np.int64(chain(upper, mix(ids[i]))), size, inverse)
+    elif size > 1:
+        upper = np.uint64(salt)
+        for i in range(len(ids)):
+            ids[i] = np.int64(chain(upper, mix(ids[i])))
+        floor_all(ids, size)
     outside = 0
     if low > ID_MIN or high < ID_MAX:
         for i in range(len(ids)):
@@ -87,6 +95,22 @@ def _hash_clamp(ids: Ids, size: int, salt: int, low: int, high: int) -> int:
             outside += held != ids[i]
             ids[i] = held
     return outside
+
+
+@compiled
+def floor_all(ids: Ids, size: int) -> None:
+    """Replaces each id by id mod size, size above 1. It needs no conversions, so it is faster where those are slow.
+
+    The sign bit is flipped to get an unsigned number, and the remainder of 2**63 is subtracted again. The quotient is
+    too small by at most 1. Of a number and the one that is out of range, which wraps around, the smaller one is right.
+    """
+    divisor, top = np.uint64(size), np.uint64(1 << 63)
+    inverse, rest = np.uint64(2**64 - 1) // divisor, top % divisor
+    for i in range(len(ids)):
+        value = np.uint64(ids[i]) ^ top
+        value -= multiply_high(value, inverse) * divisor
+        value = min(value, value - divisor) - rest
+        ids[i] = np.int64(min(value, value + divisor))
 
 
 @compiled

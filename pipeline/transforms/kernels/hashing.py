@@ -4,6 +4,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from storage.compiled import compiled
 
@@ -84,6 +87,19 @@ def chain(upper: Any, lower: Any) -> Any:
     high = (upper ^ low) * multiplier
     high ^= high >> np.uint64(47)
     return high * multiplier
+
+
+def _multiply_high(typing_context: Any, left: Any, right: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(one, wide) for one in arguments))
+        return builder.trunc(builder.lshr(product, wide(64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+multiply_high: Any = intrinsic(_multiply_high)
+"""(uint64, uint64) -> upper 64 bits of their product, in compiled loops."""
 
 
 @compiled

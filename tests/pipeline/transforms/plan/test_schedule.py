@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import numba
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.transforms.column import Column, from_arrow
-from pipeline.transforms.kernels.fused import first_hash_clamp, floored, fusable, run_in_one_pass
+from pipeline.transforms.kernels import fused
+from pipeline.transforms.kernels.fused import first_hash_clamp, floor_all, floored, fusable, run_in_one_pass
 from pipeline.transforms.kernels.hashing import sigrid_hash
 from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.dense import Clamp, FillNull
@@ -193,13 +195,29 @@ def test_the_remainder_without_a_division(size: int) -> None:
     near = [q * size + d for q in (-3, -1, 0, 1, 2, 2**62 // size) for d in (-2, -1, 0, 1)]
     values = [*random.integers(ID_MIN, ID_MAX, 3_000).tolist(), *near, ID_MIN, ID_MIN + 1, ID_MAX, ID_MAX - 1]
     values = [value for value in values if ID_MIN <= value <= ID_MAX]
-    assert [floored(value, size, 1.0 / size) for value in values] == [value % size for value in values]
+    expected = [value % size for value in values]
+    assert [floored(value, size, 1.0 / size) for value in values] == expected
+    ids = np.array(values)
+    floor_all(ids, size)
+    assert ids.tolist() == expected
 
 
 def test_the_hash_is_that_of_the_op() -> None:
     values = np.random.default_rng(1).integers(ID_MIN, ID_MAX, 5_000)
     for size, salt in ((1, 0), (2, -1), (100, 0), (2**63 - 1, ID_MIN)):
         ids, _, _ = first_hash_clamp(values, np.array([0, 5_000]), ID_MAX, size, salt, ID_MIN, ID_MAX)
+        np.testing.assert_array_equal(ids, sigrid_hash(values, salt, size))
+
+
+@pytest.mark.parametrize("converts", [True, False])
+def test_both_ways_to_hash_give_the_same_bits(converts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the one for other processors."""
+    monkeypatch.setattr(fused, "CONVERTS", converts)
+    hash_clamp = numba.njit(fused._hash_clamp.py_func)  # type: ignore[attr-defined]
+    values = np.random.default_rng(1).integers(ID_MIN, ID_MAX, 300)
+    for size, salt in ((2, 1), (100, 0), (2**63 - 1, 5)):
+        ids = values.copy()
+        hash_clamp(ids, size, salt, ID_MIN, ID_MAX)
         np.testing.assert_array_equal(ids, sigrid_hash(values, salt, size))
 
 
