@@ -4,8 +4,9 @@
 
 An epoch is all shuffled batches of a wide table, made in one thread and dropped: reading, transforming and batching.
 `off` has no cache. `cold` begins with an empty one, `warm` with what `cold` left, and `half` with half of that. `small`
-has a cache for half of the bytes, and is its third epoch. `three` is three epochs, and `sweep` some trials of
-one epoch, each with another hash size of one list: with an empty cache, and without any (`three_off`, `sweep_off`).
+has a cache for half of the bytes, and is its third epoch. `three` is three epochs, `service` is three epochs of one
+service with one worker process, as a training has them, and `sweep` is some trials of one epoch, each with another hash
+size of one list: with an empty cache, and without any (`three_off`, `service_off`, `sweep_off`).
 Every pass runs in its own process, after an epoch that loads compiled loops and files. A round runs each pass once.
 """
 
@@ -21,22 +22,28 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+
 from benchmarks.machine import ROOT, as_table, machine, say
+from benchmarks.service import count_seconds, find_workers, wait_for
 from benchmarks.wide_table import SIZE, WideTable, wide_table
 from pipeline.data.position import Position
 from pipeline.preprocessing.cache.store import COLUMNS, list_files
-from pipeline.preprocessing.client import Client, InlineSource
+from pipeline.preprocessing.client import Client, InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import hash_batch
+from pipeline.preprocessing.master import WORKERS_FILE
+from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Costs
 from pipeline.transforms.ops.sparse import SigridHash
 from storage.artifacts import remove
 
-PASSES = ("off", "cold", "warm", "half", "small", "three_off", "three", "sweep_off", "sweep")
+PASSES = ("off", "cold", "warm", "half", "small", "three_off", "three", "service_off", "service", "sweep_off", "sweep")
 """In this order: each begins with the cache that the passes before it left."""
 RATIOS = {
-    "cold": "off", "warm": "off", "half": "off", "small": "off", "three": "three_off", "sweep": "sweep_off",
+    "cold": "off", "warm": "off", "half": "off", "small": "off", "three": "three_off", "service": "service_off",
+    "sweep": "sweep_off",
 }  # fmt: skip
 """Pass -> the pass without a cache that it is compared with."""
 BATCH_ROWS, WINDOW_ROWS = 4_096, 262_144
@@ -99,7 +106,7 @@ def run_pass(table: WideTable, name: str, trials: int) -> dict[str, Any]:
     folder, plain = table.folder / COLUMNS, table.spec
     files = sorted(list_files(folder)) if folder.exists() else []
     total = sum(file.size for file in files)
-    if name in ("cold", "small", "three", "sweep"):
+    if name in ("cold", "small", "three", "service", "sweep"):
         remove(folder)
     if name == "half":
         for file in files[::2]:
@@ -109,17 +116,21 @@ def run_pass(table: WideTable, name: str, trials: int) -> dict[str, Any]:
     epoch(plain)
     for number in range(2 if name == "small" else 0):
         epoch(spec, number)
-    costs, cpu, wall = Costs(), time.process_time(), time.perf_counter()
+    costs, cpu, wall = Costs(), -time.process_time(), -time.perf_counter()
     order = hashlib.sha256()
-    if name.startswith("sweep"):
+    if name.startswith("service"):
+        costs, cpu, wall = run_service(spec)
+    elif name.startswith("sweep"):
         for trial in range(trials):
             costs.add(epoch(change(spec, trial)))
     else:
         for number in range(3 if name.startswith("three") else 1):
             costs.add(epoch(spec, number))
+    if not name.startswith("service"):
+        cpu, wall = cpu + time.process_time(), wall + time.perf_counter()
     figures: dict[str, Any] = {
-        "cpu_seconds": time.process_time() - cpu,
-        "wall_seconds": time.perf_counter() - wall,
+        "cpu_seconds": cpu,
+        "wall_seconds": wall,
         "read_seconds": costs.read_seconds,
         "transform_seconds": costs.transform_seconds,
         "batch_seconds": costs.batch_seconds,
@@ -133,6 +144,23 @@ def run_pass(table: WideTable, name: str, trials: int) -> dict[str, Any]:
     if name in ("off", "cold", "warm", "half", "small"):
         epoch(spec, 0, order)
     return figures | {"order_hash": order.hexdigest()}
+
+
+def run_service(spec: DataSpec, epochs: int = 3) -> tuple[Costs, float, float]:
+    """Returns what the worker counted, and the seconds of all processes and of the clock."""
+    config = PreprocessingConfig(executor="process", workers=1, shuffle_window_rows=WINDOW_ROWS)
+    with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
+        folder = Path(temporary)
+        with Service({"rows": spec}, config, folder) as service:
+            wait_for(1, folder / WORKERS_FILE)
+            source = open_remote_source(service.address, config.connections)
+            client = Client(source, ("rows", spec), BATCH_ROWS, window_rows=WINDOW_ROWS)
+            processes = [psutil.Process(), *find_workers(folder / WORKERS_FILE)]
+            cpu, wall = -count_seconds(processes), -time.perf_counter()
+            for number in range(epochs):
+                for _ in client.batches(Position(epoch=number)):
+                    pass
+            return service.totals.costs, cpu + count_seconds(processes), wall + time.perf_counter()
 
 
 def change(spec: DataSpec, trial: int) -> DataSpec:

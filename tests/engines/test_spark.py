@@ -10,9 +10,12 @@ from pyiceberg.catalog.sql import SqlCatalog
 
 from storage.config import TableConfig, WarehouseConfig
 from storage.errors import StorageError
+from storage.pages import columns as columns_module
+from storage.pages.lists import open_list
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 from tests.engines.conftest import DuckDb, Spark
+from tests.storage.pages.test_columns import read_both
 
 ROWS = """SELECT id,
   timestamp'2025-01-01 00:30:00' + make_interval(0, 0, 0, 0, CAST(id AS INT), 7, 0) AS ts,
@@ -101,6 +104,65 @@ def test_the_day_of_a_row_is_its_own(spark: Spark, duck: DuckDb, name: str, open
         assert read(opened(**keys)) == by_spark(spark, name, day)
     assert [row[1] for row in sorted(read(opened()), key=lambda row: row[1])] == by_pyiceberg(spark, name)
     assert without_day(read(opened())) == by_duckdb(duck, name)
+
+
+LISTS = f"""SELECT id, ts, day,
+  IF(id % 5 = 0, NULL, transform(slice(sequence(1, 13), 1, CAST(id % 14 AS INT)), x -> IF(x = 4, NULL, x * id % 99)))
+    AS ids,
+  transform(slice(sequence(1, 13), 1, CAST(id % 6 AS INT)), x -> CAST(x AS DOUBLE) / (id + 1)) AS shares
+  FROM ({rows(0, 3_000)})"""
+"""Lists of numbers, of which some are null, empty or have nulls in them."""
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collects the paths of the list columns that our loops decode."""
+    names: list[str] = []
+
+    def open_noted(data: Any, leaf: Any, *given: Any) -> Any:
+        chunk = open_list(data, leaf, *given)
+        names.extend([leaf.path_in_schema] if chunk is not None else [])
+        return chunk
+
+    monkeypatch.setattr(columns_module, "open_list", open_noted)
+    return names
+
+
+@pytest.mark.parametrize(
+    "properties",
+    ["", "'write.parquet.compression-codec'='snappy'", "'write.parquet.dict-size-bytes'='64'"],
+)
+def test_lists_of_numbers(spark: Spark, name: str, opened: Any, ours: list[str], properties: str) -> None:
+    clause = f"TBLPROPERTIES ({properties})" if properties else ""
+    spark.sql(f"CREATE TABLE prod.logs.{name} USING iceberg {clause} AS {LISTS}")
+    assert read(opened(), ("id", "ids", "shares")) == by_spark(spark, name, columns="id, ids, shares")
+    assert {one.split(".")[0] for one in ours} == {"ids", "shares"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "snappy"},
+        {"compression": "gzip", "parquet.writer.version": "PARQUET_2_0"},
+        {"compression": "zstd", "parquet.enable.dictionary": "false"},
+        {"compression": "uncompressed", "parquet.dictionary.page.size": "64"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_files_of_lists(spark: Spark, ours: list[str], tmp_path: Path, options: dict[str, str], legacy: bool) -> None:
+    """Spark's own Parquet, also in the form of old Hive, against pyarrow. Iceberg has a writer of its own."""
+    given = ", ".join(f"'{key}' '{value}'" for key, value in options.items())
+    spark.sql(
+        f"SET spark.sql.parquet.writeLegacyFormat={str(legacy).lower()}",
+        f"INSERT OVERWRITE DIRECTORY '{tmp_path}/files' USING parquet OPTIONS ({given}) {LISTS}",
+        "RESET spark.sql.parquet.writeLegacyFormat",
+    )
+    paths = list((tmp_path / "files").glob("*.parquet"))
+    batches = [pair for path in paths for pair in read_both(path, 1_000, ("ids", "id", "shares"))]
+    assert sum(len(found) for found, _ in batches) == 3_000
+    assert all(found.equals(expected) for found, expected in batches)
+    assert ours or options.get("parquet.writer.version") == "PARQUET_2_0"  # it has encodings that pyarrow decodes
 
 
 def test_partitions_that_changed(spark: Spark, duck: DuckDb, name: str, opened: Any) -> None:
