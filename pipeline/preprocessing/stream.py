@@ -440,9 +440,10 @@ class Stream:
             self._open_window(number)
         if not self.reads:
             return None
-        place = place if place is not None and place < len(self.reads) else 0  # help with the window of another worker
-        if not self._may_read(place):
-            return None
+        if place is None or place >= len(self.reads) or not self._may_read(place):
+            place = 0  # help with the window of another worker, which may get no splits any more
+            if not self._may_read():
+                return None
         item = self.reads[place]
         del self.reads[place]
         item.expected_bytes = self._read_bytes(item)

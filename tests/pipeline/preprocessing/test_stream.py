@@ -67,6 +67,8 @@ class Drive:
         self.random = random.Random(self.seed)
         self.made: list[Piece] = []
         self.stream = Stream(request, fragments, self.split_rows, self.memory_bytes, self.free)
+        self.spare: list[int | None] = []
+        """Workers that are to end, all but one. They get no splits any more."""
         self.busy: list[WorkItem] = []
         """One entry for each busy worker. A straggler's item is there twice."""
         self.wanted = dict.fromkeys(range(self.world_size), 0)
@@ -116,7 +118,8 @@ class Drive:
         held = sum(piece.size for piece in self.made if not piece.freed)
         assert held == self.stream.bytes
         if self.selectivity == 1.0:  # then the size of every result is known in advance
-            assert held <= self.memory_bytes + self.largest_group
+            several = 2 if self.keeps else 1  # workers do not make groups in order
+            assert held <= self.memory_bytes + several * self.largest_group
         for rank, number in self.wanted.items():
             if rank not in self.ended and self.stream.group(number) is None and self.stream.is_stuck(number):
                 self.alarms.append(number)
@@ -127,7 +130,9 @@ class Drive:
         if len(self.busy) >= self.workers:
             return False
         asking = self.random.sample(range(self.workers), self.workers) if self.keeps else [None]
-        item = next(filter(None, (self.stream.next_item(worker) for worker in asking)), None)
+        if self.keeps and not self.spare and self.random.random() < 0.02:
+            self.spare = asking[1:]
+        item = next(filter(None, (self.stream.next_item(worker, worker in self.spare) for worker in asking)), None)
         if item is None and self.busy and self.random.random() < self.faults:
             item = self.random.choice(self.busy)  # a straggler's work is given to a second worker
         if item is None:
@@ -216,11 +221,12 @@ def cut(drive: Drive) -> list[tuple[int, int, int]]:
     return [(w.number, w.start, w.stop) for work in drive.delivered for batch in work.batches for w in batch]
 
 
-LAST_WINDOW_EMPTY = [
+TIGHT = [
     8, 21, 16, 21, 11, 4, 12, 0, 11, 15, 8, 20, 25, 14, 22, 27, 19, 7, 17, 0, 21, 19, 4, 14, 11, 5, 10, 28, 6, 1, 18,
     26, 6, 2, 16,
 ]  # fmt: skip
-"""Row groups of which memory fills up when the last open window has no rows yet."""
+"""Row groups. With two seeds memory is full when the last open window has no rows yet (83), and when the worker of the
+next window ends (0)."""
 SIZES = st.lists(st.integers(0, 30), max_size=25)
 
 
@@ -301,7 +307,8 @@ def test_any_position_resumes_with_the_rest(sizes: list[int], seed: int, stop: i
     faults=st.sampled_from([0.0, 0.2]),
     keeps=st.booleans(),
 )
-@example(sizes=LAST_WINDOW_EMPTY, seed=12, memory_rows=350, workers=6, world_size=1, faults=0.2, keeps=True)
+@example(sizes=TIGHT, seed=0, memory_rows=350, workers=6, world_size=1, faults=0.2, keeps=True)
+@example(sizes=TIGHT, seed=83, memory_rows=350, workers=6, world_size=1, faults=0.2, keeps=True)
 def test_fault_17_the_memory_bound_is_kept_or_reported_as_too_small(
     sizes: list[int], seed: int, memory_rows: int, workers: int, world_size: int, faults: float, keeps: bool
 ) -> None:
