@@ -76,7 +76,7 @@ def name_each(values: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
-LEARNING_VERSION = 1
+LEARNING_VERSION = 2
 """Raise it when a change makes another model of the same rows, config and seed. Finished work then warns."""
 
 

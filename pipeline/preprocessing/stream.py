@@ -164,7 +164,7 @@ class Stream:
         fragments: All row groups of the selection in table order.
         split_rows: See `cut_epoch`.
         memory_bytes: Upper bound of the rows and batches in memory. A group of batches that a rank waits for is made
-            even beyond it.
+            even beyond it. Where results stay with workers, which do not make groups in order, a later one may be too.
         free: Called with memory that is no longer needed.
         ahead_rows: No window is opened beyond this many rows in windows that are being read or batched.
         rows: Selected rows of the epoch as they were pinned. None: unknown.

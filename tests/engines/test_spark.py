@@ -153,16 +153,17 @@ def test_lists_of_numbers(spark: Spark, name: str, opened: Any, ours: list[str],
 def test_files_of_lists(spark: Spark, ours: list[str], tmp_path: Path, options: dict[str, str], legacy: bool) -> None:
     """Spark's own Parquet, also in the form of old Hive, against pyarrow. Iceberg has a writer of its own."""
     given = ", ".join(f"'{key}' '{value}'" for key, value in options.items())
-    spark.sql(
-        f"SET spark.sql.parquet.writeLegacyFormat={str(legacy).lower()}",
-        f"INSERT OVERWRITE DIRECTORY '{tmp_path}/files' USING parquet OPTIONS ({given}) {LISTS}",
-        "RESET spark.sql.parquet.writeLegacyFormat",
-    )
+    spark.sql(f"SET spark.sql.parquet.writeLegacyFormat={str(legacy).lower()}")
+    try:
+        spark.sql(f"INSERT OVERWRITE DIRECTORY '{tmp_path}/files' USING parquet OPTIONS ({given}) {LISTS}")
+    finally:
+        spark.sql("RESET spark.sql.parquet.writeLegacyFormat")
     paths = list((tmp_path / "files").glob("*.parquet"))
     batches = [pair for path in paths for pair in read_both(path, 1_000, ("ids", "id", "shares"))]
     assert sum(len(found) for found, _ in batches) == 3_000
     assert all(found.equals(expected) for found, expected in batches)
-    assert ours or options.get("parquet.writer.version") == "PARQUET_2_0"  # it has encodings that pyarrow decodes
+    left = {"ids"} if "parquet.writer.version" in options else set()  # as deltas, which pyarrow decodes
+    assert {one.split(".")[0] for one in ours} == {"ids", "shares"} - left
 
 
 def test_partitions_that_changed(spark: Spark, duck: DuckDb, name: str, opened: Any) -> None:

@@ -16,7 +16,7 @@ from storage.compiled import compiled
 ORDER: dict[type[Op], int] = {FirstX: 0, SigridHash: 1, Clamp: 2}
 """Ops that can share a pass, and their order in it."""
 CONVERTS = bool(get_host_cpu_features().get("avx512dq"))
-"""Whether the processor turns vectors of float64 into int64 and back. With AVX2 it takes one number at a time."""
+"""Whether vectors of float64 become int64 and back in one instruction. AVX2 takes one number at a time."""
 BLOCK = 2_048
 """Ids to copy before hashing them, few enough to stay in the processor's nearest cache."""
 
