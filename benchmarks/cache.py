@@ -22,19 +22,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from benchmarks.machine import ROOT, as_table, machine, say
-from benchmarks.service import count_seconds, find_workers, wait_for
+from benchmarks.service import run_epochs
 from benchmarks.wide_table import SIZE, WideTable, wide_table
 from pipeline.data.position import Position
 from pipeline.preprocessing.cache.store import COLUMNS, list_files
-from pipeline.preprocessing.client import Client, InlineSource, open_remote_source
+from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import hash_batch
-from pipeline.preprocessing.master import WORKERS_FILE
-from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Costs
 from pipeline.transforms.ops.sparse import SigridHash
 from storage.artifacts import remove
@@ -116,18 +112,20 @@ def run_pass(table: WideTable, name: str, trials: int) -> dict[str, Any]:
     epoch(plain)
     for number in range(2 if name == "small" else 0):
         epoch(spec, number)
-    costs, cpu, wall = Costs(), -time.process_time(), -time.perf_counter()
+    costs, began = Costs(), (time.process_time(), time.perf_counter())
     order = hashlib.sha256()
+    made: list[dict[str, Any]] = []
     if name.startswith("service"):
-        costs, cpu, wall = run_service(spec)
+        made, costs = run_epochs(spec, workers=1, epochs=3)
     elif name.startswith("sweep"):
         for trial in range(trials):
             costs.add(epoch(change(spec, trial)))
     else:
         for number in range(3 if name.startswith("three") else 1):
             costs.add(epoch(spec, number))
-    if not name.startswith("service"):
-        cpu, wall = cpu + time.process_time(), wall + time.perf_counter()
+    cpu, wall = time.process_time() - began[0], time.perf_counter() - began[1]
+    if made:  # its workers have processes of their own
+        cpu, wall = (sum(one[f"{kind}seconds"] for one in made) for kind in ("cpu_", ""))
     figures: dict[str, Any] = {
         "cpu_seconds": cpu,
         "wall_seconds": wall,
@@ -144,23 +142,6 @@ def run_pass(table: WideTable, name: str, trials: int) -> dict[str, Any]:
     if name in ("off", "cold", "warm", "half", "small"):
         epoch(spec, 0, order)
     return figures | {"order_hash": order.hexdigest()}
-
-
-def run_service(spec: DataSpec, epochs: int = 3) -> tuple[Costs, float, float]:
-    """Returns what the worker counted, and the seconds of all processes and of the clock."""
-    config = PreprocessingConfig(executor="process", workers=1, shuffle_window_rows=WINDOW_ROWS)
-    with tempfile.TemporaryDirectory(prefix="dlrm-benchmark-") as temporary:
-        folder = Path(temporary)
-        with Service({"rows": spec}, config, folder) as service:
-            wait_for(1, folder / WORKERS_FILE)
-            source = open_remote_source(service.address, config.connections)
-            client = Client(source, ("rows", spec), BATCH_ROWS, window_rows=WINDOW_ROWS)
-            processes = [psutil.Process(), *find_workers(folder / WORKERS_FILE)]
-            cpu, wall = -count_seconds(processes), -time.perf_counter()
-            for number in range(epochs):
-                for _ in client.batches(Position(epoch=number)):
-                    pass
-            return service.totals.costs, cpu + count_seconds(processes), wall + time.perf_counter()
 
 
 def change(spec: DataSpec, trial: int) -> DataSpec:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import describe_machine, machine, say
-from benchmarks.service import epoch
+from benchmarks.service import run_epochs
 from benchmarks.wide_table import wide_table
 
 WORKERS = (1, 2, 4)
@@ -45,7 +45,7 @@ def measure(folder: Path, rows: int, workers: Sequence[int], rounds: int) -> dic
         passes: dict[str, list[dict[str, Any]]] = {"memory": [], "network": []}
         for number in range(rounds):
             for transport in ("memory", "network"):
-                passes[transport].append(epoch(table, count, transport))  # type: ignore[arg-type]
+                passes[transport] += run_epochs(table.spec, count, transport)[0]  # type: ignore[arg-type]
             say(f"{count} workers: round {number + 1} of {rounds}")
         found[str(count)] = compare(passes["memory"], passes["network"])
     return {"machine": machine(PACKAGES), "rows": rows, "rounds": rounds, "workers": found}
