@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,6 +21,14 @@ def compiled_fast(function: F) -> F:
     """Compiles a loop as `compiled` does. The compiler may also reorder sums to take them in vectors."""
     fast = {"reassoc", "contract", "nsz"}
     return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(function))
+
+
+def instruction(function: Callable[..., Any]) -> Any:
+    """Makes an instruction for compiled loops of a function that generates its LLVM code (numba's `intrinsic`).
+
+    Typed as Any, because an instruction takes other arguments than the function that defines it.
+    """
+    return intrinsic(function)
 
 
 @compiled

@@ -4,16 +4,14 @@ Source:
     Encodings.md of apache/parquet-format: the hybrid of runs and bit-packed values ("RLE/Bit-Packing Hybrid").
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba.core import types
-from numba.extending import intrinsic
 
-from storage.compiled import compiled
+from storage.compiled import compiled, instruction
 
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
@@ -26,12 +24,7 @@ PLACE, LEFT, PACKED, AT = range(4)
 at which its next value begins, or else its value."""
 
 
-def _intrinsic(function: Callable[..., Any]) -> Any:
-    """Typed as Any, because an intrinsic takes other arguments than the function that defines it."""
-    return intrinsic(function)
-
-
-@_intrinsic
+@instruction
 def load_word(_: Any, array: Any, index: Any) -> Any:
     """Returns the eight bytes array[index : index + 8] as an unsigned integer. Callers check the bounds."""
 
@@ -43,7 +36,7 @@ def load_word(_: Any, array: Any, index: Any) -> Any:
     return types.uint64(array, types.int64), code
 
 
-@_intrinsic
+@instruction
 def trailing_zeros(_: Any, word: Any) -> Any:
     """Returns the place of the lowest bit of a word that is not 0."""
 

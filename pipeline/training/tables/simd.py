@@ -4,23 +4,19 @@ Without them, LLVM keeps a running sum of vectors in memory, because it cannot p
 array that is read do not overlap. That takes three times as long as the additions.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+from storage.compiled import instruction
 
 LANES = 16
 """float32 numbers in a `Simd`, which is one cache line. Processors with shorter registers use several."""
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
 _INDEX = ir.IntType(64)
-
-
-def simd_op(function: Callable[..., Any]) -> Any:
-    """Typed as Any, because an intrinsic takes other arguments than the function that defines it."""
-    return intrinsic(function)
 
 
 class Simd(types.Type):  # type: ignore[misc]
@@ -62,7 +58,7 @@ def _broadcast(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
 
 
-@simd_op
+@instruction
 def zero(_: Any) -> Any:
     """Returns a vector of zeros."""
 
@@ -72,7 +68,7 @@ def zero(_: Any) -> Any:
     return _SIMD(), code
 
 
-@simd_op
+@instruction
 def load(_: Any, array: Any, index: Any) -> Any:
     """Returns array[index : index + 16] of a flat float32 array. There is no bounds check."""
 
@@ -82,7 +78,7 @@ def load(_: Any, array: Any, index: Any) -> Any:
     return _SIMD(array, types.intp), code
 
 
-@simd_op
+@instruction
 def store(_: Any, array: Any, index: Any, vector: Any) -> Any:
     """Sets array[index : index + 16] to a vector. There is no bounds check."""
 
@@ -93,7 +89,7 @@ def store(_: Any, array: Any, index: Any, vector: Any) -> Any:
     return types.void(array, types.intp, vector), code
 
 
-@simd_op
+@instruction
 def add(_: Any, one: Any, other: Any) -> Any:
     """Returns the element-wise sum of two vectors."""
 
@@ -103,7 +99,7 @@ def add(_: Any, one: Any, other: Any) -> Any:
     return _SIMD(one, other), code
 
 
-@simd_op
+@instruction
 def multiply(_: Any, one: Any, other: Any) -> Any:
     """Returns the element-wise product of two vectors."""
 
@@ -113,7 +109,7 @@ def multiply(_: Any, one: Any, other: Any) -> Any:
     return _SIMD(one, other), code
 
 
-@simd_op
+@instruction
 def broadcast(_: Any, number: Any) -> Any:
     """Returns a vector with a float32 number in every lane."""
 
@@ -123,7 +119,7 @@ def broadcast(_: Any, number: Any) -> Any:
     return _SIMD(types.float32), code
 
 
-@simd_op
+@instruction
 def reduce_sum(_: Any, vector: Any) -> Any:
     """Returns the sum of a vector's numbers, by adding its halves again and again."""
 
@@ -139,7 +135,7 @@ def reduce_sum(_: Any, vector: Any) -> Any:
     return types.float32(vector), code
 
 
-@simd_op
+@instruction
 def prefetch(_: Any, array: Any, index: Any) -> Any:
     """Asks the processor to load array[index] into its cache. Any index is safe."""
 
@@ -155,7 +151,7 @@ def prefetch(_: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.intp), code
 
 
-@simd_op
+@instruction
 def turn_square(_: Any, array: Any, at: Any, step: Any, out: Any, out_at: Any, out_step: Any) -> Any:
     """Sets `out[c, r] = array[r, c]` for 16 rows and columns of flat float32 arrays, given as for `multiply_tile`."""
 
@@ -192,7 +188,7 @@ def _tile_op(vectors: int) -> Any:
     `out` are neighbours. There is no bounds check, and depth is at least 1.
     """
 
-    @simd_op
+    @instruction
     def multiply_tile(
         _: Any, one: Any, at: Any, row_step: Any, column_step: Any, other: Any, other_at: Any, other_step: Any,
         depth: Any, out: Any, out_at: Any, out_step: Any,

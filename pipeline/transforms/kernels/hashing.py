@@ -6,9 +6,8 @@ import numpy as np
 import numpy.typing as npt
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from storage.compiled import compiled
+from storage.compiled import compiled, instruction
 
 Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -89,17 +88,16 @@ def chain(upper: Any, lower: Any) -> Any:
     return high * multiplier
 
 
-def _multiply_high(typing_context: Any, left: Any, right: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+@instruction
+def multiply_high(_: Any, left: Any, right: Any) -> Any:
+    """Returns the upper 64 bits of the product of two unsigned integers."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         wide = ir.IntType(128)
         product = builder.mul(*(builder.zext(one, wide) for one in arguments))
         return builder.trunc(builder.lshr(product, wide(64)), ir.IntType(64))
 
-    return types.uint64(types.uint64, types.uint64), generate
-
-
-multiply_high: Any = intrinsic(_multiply_high)
-"""(uint64, uint64) -> upper 64 bits of their product, in compiled loops."""
+    return types.uint64(types.uint64, types.uint64), code
 
 
 @compiled
