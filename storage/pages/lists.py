@@ -4,7 +4,6 @@ PyArrow decodes a list level by level, which takes most of the time of a read. O
 and the loops here look at 64 of them at once.
 """
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+from isal.isal_zlib import crc32
 
 from storage.arrow import is_list
 from storage.pages.headers import DICTIONARY, PLAIN, PLAIN_DICTIONARY, RLE_DICTIONARY, Page, read_pages
@@ -190,7 +190,7 @@ class ListChunk:
     def decompress(self, page: Page) -> Bytes:
         """Returns the bytes of a page. Raises as `read`."""
         stored, levels = self.data[page.begin : page.begin + page.stored], sum(page.level_bytes or ())
-        if page.checksum is not None and zlib.crc32(stored) != page.checksum:
+        if page.checksum is not None and crc32(stored) != page.checksum:
             raise OSError(f"could not verify page integrity, CRC checksum of column '{self.field.name}' differs")
         if levels > page.stored:
             raise pa.ArrowInvalid(f"column '{self.field.name}': {levels} bytes of levels in a page of {page.stored}")

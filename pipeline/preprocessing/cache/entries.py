@@ -1,12 +1,12 @@
 """The format of a cache's entry: finished columns of the rows of a row group, each with a checksum, in one file."""
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from isal.isal_zlib import crc32
 from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 Lengths = Literal["uint8", "uint16", "uint32"]
@@ -63,7 +63,7 @@ class CachedColumn(BaseModel, frozen=True):
         Raises:
             ValueError: If they are not what was written.
         """
-        if zlib.crc32(content) != self.checksum:
+        if crc32(content) != self.checksum:
             raise ValueError("another checksum")
         values = np.frombuffer(content, self.dtype, self.size)
         lengths = None
@@ -104,7 +104,7 @@ def encode(columns: Mapping[str, RowColumn]) -> CacheEntry:
         for array in arrays:
             content = np.ascontiguousarray(array).view(np.uint8).data
             padding = bytes(_align(content.nbytes) - content.nbytes)
-            checksum = zlib.crc32(padding, zlib.crc32(content, checksum))
+            checksum = crc32(padding, crc32(content, checksum))
             parts += [content, padding]
         notes[key] = CachedColumn.model_validate(
             {
@@ -119,7 +119,7 @@ def encode(columns: Mapping[str, RowColumn]) -> CacheEntry:
         begin += notes[key].count_bytes(rows)
     header = CacheHeader(rows=rows, columns=notes).model_dump_json().encode()
     header += b" " * (_align(len(header)) - len(header))
-    prefix = MAGIC + len(header).to_bytes(4, "little") + zlib.crc32(header).to_bytes(4, "little")
+    prefix = MAGIC + len(header).to_bytes(4, "little") + crc32(header).to_bytes(4, "little")
     return CacheEntry([prefix, header, *parts], PREFIX_BYTES + len(header) + begin)
 
 
@@ -143,7 +143,7 @@ def decode_header(prefix: bytes, header: bytes, size: int) -> CacheHeader:
     Raises:
         ValueError: If it is not what was written, or the file has another size.
     """
-    if zlib.crc32(header) != int.from_bytes(prefix[-4:], "little"):
+    if crc32(header) != int.from_bytes(prefix[-4:], "little"):
         raise ValueError("another checksum")
     try:
         found = CacheHeader.model_validate_json(header)
