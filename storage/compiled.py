@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import ir
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,6 +31,22 @@ def instruction(function: Callable[..., Any]) -> Any:
     Typed as Any, because an instruction takes other arguments than the function that defines it.
     """
     return intrinsic(function)
+
+
+@instruction
+def prefetch(_: Any, array: Any, index: Any) -> Any:
+    """Asks the processor to load array[index] into its cache. Any index is safe."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        builder.call(function, [address, number(0), number(3), number(1)])  # read, all cache levels, data cache
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), code
 
 
 @compiled

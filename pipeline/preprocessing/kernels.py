@@ -6,10 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.transforms.kernels.hashing import Ids
-from storage.compiled import compiled
+from storage.compiled import compiled, prefetch
 
-ZERO, ONE, FOUR = np.uint64(0), np.uint64(1), np.uint64(4)
+ZERO, ONE, FOUR, LINE = np.uint64(0), np.uint64(1), np.uint64(4), np.uint64(16)
 """Unsigned numbers for indices. Numba checks a signed index for being negative unless it sees that it cannot be."""
+PREFETCH_LISTS = np.uint64(16)
+"""Lists between the prefetch of a list and its copy."""
 
 
 @compiled
@@ -28,6 +30,15 @@ def append_lists(
     for j in range(len(target)):  # from 0: the compiler then sees that no index is negative, and takes vectors
         target[j] = source[j]
     return end
+
+
+@compiled
+def write_starts(lengths: npt.NDArray[Any], starts: npt.NDArray[Any], first: int, at: int) -> None:
+    """Writes the first positions of lists of some lengths to `starts[first:]`, if the first list begins at `at`."""
+    begins = starts[first : first + len(lengths)]
+    for i in range(len(begins)):
+        begins[i] = at
+        at += lengths[i]
 
 
 @compiled
@@ -64,12 +75,19 @@ def scatter_ids(
     """Copies the ids of lists of one feature to their places among the values of all batches.
 
     Copies four ids at a time. The last four may overlap the four before, because a loop over a short rest costs branch
-    mispredictions. Indices are unsigned: checks for negative ones took about a third of the time.
+    mispredictions. Indices are unsigned: checks for negative ones took about a third of the time. Lists are short and
+    lie anywhere, so the loop asks for two cache lines of a coming one and for its place.
 
     Args:
         base: Index in `starts` of the feature's first list.
     """
-    for j in range(len(rows)):
+    final = np.uint64(len(rows)) - ONE
+    for j in range(np.uint64(len(rows))):
+        coming = min(j + PREFETCH_LISTS, final)
+        begin = np.uint64(starts[np.uint64(base + rows[coming])])
+        prefetch(ids, begin)
+        prefetch(ids, begin + LINE)
+        prefetch(out, out_starts[np.uint64(slots[coming] + feature * strides[coming])])
         at = np.uint64(base + rows[j])
         first, count = np.uint64(starts[at]), np.uint64(starts[at + ONE] - starts[at])
         target = np.uint64(out_starts[np.uint64(slots[j] + feature * strides[j])])

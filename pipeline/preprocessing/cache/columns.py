@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.preprocessing import kernels
 from pipeline.preprocessing.cache.entries import RowColumn
 from pipeline.preprocessing.cache.keys import LABEL, SESSION, WEIGHT, id_type
 from pipeline.preprocessing.memory import Writer
@@ -121,13 +122,10 @@ def write_columns(
         out[f"{chunk}.{array}"][...] = columns[name].values
     starts, values, at = out[f"{chunk}.starts"], out[f"{chunk}.ids"], 0
     for f, column in enumerate(sparse):
-        own = starts[f * rows : (f + 1) * rows]
         if column.lengths is None:
-            own[...] = np.arange(at, at + rows)
+            starts[f * rows : (f + 1) * rows] = np.arange(at, at + rows)
         else:
-            own[0] = at
-            np.cumsum(column.lengths[:-1], dtype=np.int64, out=own[1:])
-            own[1:] += at
+            kernels.write_starts(column.lengths, starts, f * rows, at)
         values[at : at + len(column.values)] = column.values
         at += len(column.values)
     starts[-1] = at

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.training.tables.simd import LANES, add, broadcast, load, multiply, prefetch, reduce_sum, store, zero
-from storage.compiled import compiled, compiled_fast
+from pipeline.training.tables.simd import LANES, add, broadcast, load, multiply, reduce_sum, store, zero
+from storage.compiled import compiled, compiled_fast, prefetch
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
 PREFETCH_LOOKUPS = 8

@@ -136,22 +136,6 @@ def reduce_sum(_: Any, vector: Any) -> Any:
 
 
 @instruction
-def prefetch(_: Any, array: Any, index: Any) -> Any:
-    """Asks the processor to load array[index] into its cache. Any index is safe."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
-        builder.call(function, [address, number(0), number(3), number(1)])  # read, all cache levels, data cache
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), code
-
-
-@instruction
 def turn_square(_: Any, array: Any, at: Any, step: Any, out: Any, out_at: Any, out_step: Any) -> Any:
     """Sets `out[c, r] = array[r, c]` for 16 rows and columns of flat float32 arrays, given as for `multiply_tile`."""
 

@@ -27,6 +27,15 @@ def test_lists_are_appended_with_their_places(kind: type, first: int, stop: int)
     assert starts.tolist() == [-1] * 3 + begins + [-1] * (17 - len(begins))
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32])
+def test_places_follow_from_lengths(kind: type) -> None:
+    """Lengths near the end of their type, whose sum it cannot hold."""
+    most = min(np.iinfo(kind).max, 10**6)
+    lengths, starts = np.array([3, 0, most, most, 1], kind), np.full(9, -1)
+    kernels.write_starts(lengths, starts, 2, 7)
+    assert starts.tolist() == [-1, -1, 7, 10, 10, 10 + most, 10 + 2 * most, -1, -1]
+
+
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 def test_lists_are_copied_to_their_slots(kind: type) -> None:
     """Two features of 13 rows. Some rows go to two batches of different sizes, the lists of others are kept out."""
