@@ -19,6 +19,7 @@ from pipeline.training.tables.loops import LoopThreads
 from pipeline.training.tables.simd import (
     LANES,
     TILE_ROWS,
+    WIDE_TILES,
     load,
     multiply_narrow_tile,
     multiply_tile,
@@ -43,11 +44,12 @@ def _multiply(
         stride: Distance between rows of `other` and of `out`.
     """
     column = first
-    while column + LANES < columns:
+    while WIDE_TILES and column + LANES < columns:
         multiply_tile(one, at, row_step, column_step, other, column, stride, depth, out, column, stride)
         column += 2 * LANES
-    if column < columns:
+    while column < columns:
         multiply_narrow_tile(one, at, row_step, column_step, other, column, stride, depth, out, column, stride)
+        column += LANES
 
 
 @compiled

@@ -7,6 +7,7 @@ array that is read do not overlap. That takes three times as long as the additio
 from typing import Any
 
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba.core import cgutils, types
 from numba.extending import models, register_model
 
@@ -161,7 +162,9 @@ def turn_square(_: Any, array: Any, at: Any, step: Any, out: Any, out_at: Any, o
 
 
 TILE_ROWS = 6
-"""Rows of a tile. With two vectors a row, its sums keep both units busy that multiply and add."""
+"""Rows of a tile. Its sums keep both units busy that multiply and add."""
+WIDE_TILES = bool(get_host_cpu_features().get("avx512f"))
+"""Whether the processor has registers for the sums of two vectors a row. AVX2 has them for one."""
 
 
 def _tile_op(vectors: int) -> Any:
