@@ -25,6 +25,11 @@ def compiled_fast(function: F) -> F:
     return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(function))
 
 
+def inlined(function: F) -> F:
+    """Makes a function a part of each compiled loop that calls it. It follows the rules of that loop for sums."""
+    return cast(F, numba.njit(inline="always", nogil=True, error_model="numpy")(function))
+
+
 def instruction(function: Callable[..., Any]) -> Any:
     """Makes an instruction for compiled loops of a function that generates its LLVM code (numba's `intrinsic`).
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.training.tables.simd import LANES, add, broadcast, load, multiply, reduce_sum, store, zero
-from storage.compiled import compiled, compiled_fast, prefetch
+from storage.compiled import compiled, compiled_fast, inlined, prefetch
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
 PREFETCH_LOOKUPS = 8
@@ -135,9 +135,20 @@ def _scale(vector: np.ndarray, factor: np.float32, limit: np.float32, out: np.nd
             out[e] = min(max(out[e], -limit), limit)
 
 
-@compiled_fast
-def _add(sums: np.ndarray, begin: int, vector: np.ndarray) -> None:
-    """Adds a vector to sums[begin : begin + len(vector)]."""
+@inlined
+def _copy(vector: np.ndarray, sums: np.ndarray, begin: int) -> None:
+    """Sets sums[begin : begin + width] to a vector of that width."""
+    width = len(vector)
+    ones = width // LANES * LANES
+    for e in range(0, ones, LANES):
+        store(sums, begin + e, load(vector, e))
+    for e in range(ones, width):
+        sums[begin + e] = vector[e]
+
+
+@inlined
+def _add(vector: np.ndarray, sums: np.ndarray, begin: int) -> None:
+    """Adds a vector to sums[begin : begin + width]."""
     width = len(vector)
     fours, ones = width // FOUR * FOUR, width // LANES * LANES
     for e in range(0, fours, FOUR):
@@ -156,46 +167,54 @@ def _add(sums: np.ndarray, begin: int, vector: np.ndarray) -> None:
 
 @compiled_fast
 def _step(
-    kind: int, weights: np.ndarray, moment: np.ndarray, second: np.ndarray, settings: np.ndarray, row: int, begin: int,
-    total: np.ndarray,
+    kind: int, weights: np.ndarray, moment: np.ndarray, second: np.ndarray, settings: np.ndarray, origin: int,
+    first_row: int, width: int, rows: np.ndarray, count: int, sums: np.ndarray,
 ) -> None:  # fmt: skip
-    """Updates one row with its gradient `total`. Its weights start at `begin`; `row` counts over all tables."""
+    """Updates the first `count` of some rows of a table, row k with its gradient sums[k * width : (k + 1) * width].
+
+    All rows in one call, without slices of arrays: a call and a slice of its own for each row took as long as the rest.
+    """
     rate, eps, decay = settings[0], settings[1], settings[2]
     beta1, beta2, correct1, correct2 = settings[4], settings[5], settings[6], settings[7]
-    one, width = np.float32(1.0), len(total)
-    values = weights[begin : begin + width]
-    if decay != 0.0:
-        for e in range(width):
-            total[e] += decay * values[e]
-    if kind == ROWWISE_ADAGRAD:
-        ones = width // LANES * LANES
-        squares16 = zero()
-        for e in range(0, ones, LANES):
-            squares16 = add(squares16, multiply(load(total, e), load(total, e)))
-        squares = reduce_sum(squares16)
-        for e in range(ones, width):
-            squares += total[e] * total[e]
-        now = moment[row] + squares / np.float32(width)
-        moment[row] = now
-        step = -rate / (np.sqrt(now) + eps)
-        for e in range(0, ones, LANES):
-            store(values, e, add(load(values, e), multiply(broadcast(step), load(total, e))))
-        for e in range(ones, width):
-            values[e] += step * total[e]
-    elif kind == ADAGRAD:
-        state = moment[begin : begin + width]
-        for e in range(width):
-            state[e] += total[e] * total[e]
-            values[e] -= rate * total[e] / (np.sqrt(state[e]) + eps)
-    elif kind == ADAM:
-        state, other_state = moment[begin : begin + width], second[begin : begin + width]
-        for e in range(width):
-            state[e] = beta1 * state[e] + (one - beta1) * total[e]
-            other_state[e] = beta2 * other_state[e] + (one - beta2) * total[e] * total[e]
-            values[e] -= rate * (state[e] / correct1) / (np.sqrt(other_state[e] / correct2) + eps)
-    else:
-        for e in range(width):
-            values[e] -= rate * total[e]
+    one, ones = np.float32(1.0), width // LANES * LANES
+    for k in range(count):
+        coming = rows[min(k + PREFETCH_LOOKUPS, count - 1)]
+        for e in range(0, width, LANES):
+            prefetch(weights, origin + coming * width + e)
+        prefetch(moment, first_row + coming)
+        row, at, begin = first_row + rows[k], k * width, origin + rows[k] * width
+        if decay != 0.0:
+            for e in range(width):
+                sums[at + e] += decay * weights[begin + e]
+        if kind == ROWWISE_ADAGRAD:
+            squares16 = zero()
+            for e in range(0, ones, LANES):
+                squares16 = add(squares16, multiply(load(sums, at + e), load(sums, at + e)))
+            squares = reduce_sum(squares16)
+            for e in range(ones, width):
+                squares += sums[at + e] * sums[at + e]
+            now = moment[row] + squares / np.float32(width)
+            moment[row] = now
+            step = -rate / (np.sqrt(now) + eps)
+            for e in range(0, ones, LANES):
+                store(weights, begin + e, add(load(weights, begin + e), multiply(broadcast(step), load(sums, at + e))))
+            for e in range(ones, width):
+                weights[begin + e] += step * sums[at + e]
+        elif kind == ADAGRAD:
+            for e in range(width):
+                total = sums[at + e]
+                moment[begin + e] += total * total
+                weights[begin + e] -= rate * total / (np.sqrt(moment[begin + e]) + eps)
+        elif kind == ADAM:
+            for e in range(width):
+                total = sums[at + e]
+                moment[begin + e] = beta1 * moment[begin + e] + (one - beta1) * total
+                second[begin + e] = beta2 * second[begin + e] + (one - beta2) * total * total
+                corrected = np.sqrt(second[begin + e] / correct2)
+                weights[begin + e] -= rate * (moment[begin + e] / correct1) / (corrected + eps)
+        else:
+            for e in range(width):
+                weights[begin + e] -= rate * sums[at + e]
 
 
 class Cursor(NamedTuple):
@@ -270,33 +289,26 @@ def update(
                         slot = slots[first_row + row]
                         if slot >= 0:
                             if id_weights is None:
-                                _add(sums, slot * width, vector)
+                                _add(vector, sums, slot * width)
                             else:
                                 _scale(vector, id_weights[j], limit, scaled)
-                                _add(sums, slot * width, scaled)
+                                _add(scaled, sums, slot * width)
                         elif slot == UNSEEN and seen < room:
                             slots[first_row + row] = seen
                             rows_seen[seen] = row
                             if id_weights is None:
-                                sums[seen * width : (seen + 1) * width] = vector
+                                _copy(vector, sums, seen * width)
                             else:
-                                _scale(vector, id_weights[j], limit, sums[seen * width : (seen + 1) * width])
+                                _scale(vector, id_weights[j], limit, scaled)
+                                _copy(scaled, sums, seen * width)
                             seen += 1
                         elif slot == UNSEEN and resume.member == end.member:
                             resume = Cursor(m, b)
             if resume.member < end.member:
                 after = DONE  # later rounds skip these rows
+            _step(kind, weights, moment, second, settings, origin, first_row, width, rows_seen, seen, sums)
             for k in range(seen):
-                coming = rows_seen[min(k + PREFETCH_LOOKUPS, seen - 1)]
-                for e in range(0, width, LANES):
-                    prefetch(weights, origin + coming * width + e)
-                prefetch(moment, first_row + coming)
-                row = rows_seen[k]
-                slots[first_row + row] = after
-                _step(
-                    kind, weights, moment, second, settings, first_row + row, origin + row * width,
-                    sums[k * width : (k + 1) * width],
-                )  # fmt: skip
+                slots[first_row + rows_seen[k]] = after
             begin = resume
         for m in range(first_member, end.member if after == DONE else first_member):
             feature = members[m, 0]
