@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from prefect.exceptions import ParameterTypeError
 
 from benchmarks.quality import judge, read_targets
@@ -436,6 +437,9 @@ def test_lower_precision_and_other_optimizers_are_registered_too(smoke, command,
     assert code == 0, log
     assert result["model"]["name"] == "other"
     assert result["eval"]["ne"] == pytest.approx(smoke["eval"]["ne"], abs=0.05)
+    processor = torch.cpu.get_capabilities()
+    if processor["architecture"] == "x86_64":
+        assert ("bf16 is slow here" in log) != processor["avx512_bw"]
 
 
 def test_a_second_process_on_the_same_training_is_refused(smoke, at_home):

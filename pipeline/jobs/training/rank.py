@@ -35,6 +35,7 @@ from pipeline.preprocessing.dataset import DataSpec, count_rows
 from pipeline.preprocessing.worker import Worker
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
+from pipeline.training.dense import lacks_bf16
 from pipeline.training.launch.external import append_events
 from pipeline.training.launch.external_store import FollowedRank
 from pipeline.training.launch.heartbeat import Heartbeat
@@ -269,6 +270,9 @@ def assemble(
     world_size = dist.get_world_size()
     model, plan_rows = build_model(spec, world_size, device)
     emit({"event": "start", "plan": plan_rows, "device": device.type, "code": read_code().model_dump()})
+    if device.type == "cpu" and spec.training.dense_precision == "bf16" and lacks_bf16():
+        slow = "training.dense_precision=bf16 is slow here: this processor has no products of bf16. Set it to fp32."
+        emit({"event": "warning", "text": slow})
     data = {"train": spec.train} | ({"valid": spec.valid} if spec.valid is not None else {})
     source: BatchSource
     if spec.service is not None:
