@@ -26,7 +26,10 @@ def compiled_fast(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """Makes a function a part of each compiled loop that calls it. It follows the rules of that loop for sums."""
+    """Makes a function a part of each compiled loop that calls it, which also decides whether sums may be reordered.
+
+    For loops of the same file: the cache on disk does not notice that a function of another file has changed.
+    """
     return cast(F, numba.njit(inline="always", nogil=True, error_model="numpy")(function))
 
 

@@ -8,10 +8,10 @@ import numpy.typing as npt
 from pipeline.transforms.kernels.hashing import Ids
 from storage.compiled import compiled, prefetch
 
-ZERO, ONE, FOUR, LINE = np.uint64(0), np.uint64(1), np.uint64(4), np.uint64(16)
+ZERO, ONE, FOUR = np.uint64(0), np.uint64(1), np.uint64(4)
 """Unsigned numbers for indices. Numba checks a signed index for being negative unless it sees that it cannot be."""
-PREFETCH_LISTS = np.uint64(16)
-"""Lists between the prefetch of a list and its copy."""
+PREFETCH_LISTS, LINE = np.uint64(16), np.uint64(16)
+"""Lists between the prefetch of a list and its copy, and ids of 32 bits in a cache line."""
 
 
 @compiled
@@ -76,7 +76,7 @@ def scatter_ids(
 
     Copies four ids at a time. The last four may overlap the four before, because a loop over a short rest costs branch
     mispredictions. Indices are unsigned: checks for negative ones took about a third of the time. Lists are short and
-    lie anywhere, so the loop asks for two cache lines of a coming one and for its place.
+    lie anywhere, so the loop asks for a coming one, of whose ids 16 to 32 are in two cache lines, and for its place.
 
     Args:
         base: Index in `starts` of the feature's first list.

@@ -137,6 +137,7 @@ class Worker:
         kernels.scatter_lengths(none, none, none, starts, none, lengths)
         kernels.scatter_ids(none, none, none, starts, chunk["0.ids"], 0, 0, none, none)
         kernels.number_bags(none, none.reshape(0, 2))
+        kernels.write_starts(np.empty(0, np.uint8), starts, 0, 0)
 
     def fragments(self) -> list[Fragment]:
         """Returns all fragments of the selection in table order."""

@@ -40,7 +40,7 @@ def gains_from_onednn(processor: Mapping[str, Any]) -> bool:
 
 
 def lacks_bf16() -> bool:
-    """Whether the processor multiplies bf16 matrices number by number, at a tenth or less of the rate of float32 ones.
+    """Whether oneDNN, which multiplies bf16 matrices on CPU, has no code for them on this processor.
 
     Measured on an AMD EPYC (Zen 3, AVX2): 124 to 147 GFLOP/s in float32, 1 to 20 in bf16.
     """

@@ -80,7 +80,7 @@ class Damaged(BaseModel, frozen=True):
 
 
 class Warned(BaseModel, frozen=True):
-    """A rank that reads for itself has quarantined rows or lost a worker."""
+    """A rank has quarantined rows or lost a worker, or its settings are slow on its processor."""
 
     event: Literal["warning"]
     text: str

@@ -29,11 +29,22 @@ def test_lists_are_appended_with_their_places(kind: type, first: int, stop: int)
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32])
 def test_places_follow_from_lengths(kind: type) -> None:
-    """Lengths near the end of their type, whose sum it cannot hold."""
-    most = min(np.iinfo(kind).max, 10**6)
+    """Lengths at the end of their type, whose sum it cannot hold."""
+    most = int(np.iinfo(kind).max)
     lengths, starts = np.array([3, 0, most, most, 1], kind), np.full(9, -1)
     kernels.write_starts(lengths, starts, 2, 7)
     assert starts.tolist() == [-1, -1, 7, 10, 10, 10 + most, 10 + 2 * most, -1, -1]
+
+
+def test_more_lists_are_copied_than_are_prefetched():
+    random = np.random.default_rng(0)
+    lists = [list(range(n)) for n in random.integers(0, 9, 100)]
+    starts, ids = offsets_of(np.array([len(one) for one in lists])), np.array([i for one in lists for i in one])
+    places = random.permutation(100)  # of each row
+    out_starts = offsets_of(np.array([len(lists[row]) for row in np.argsort(places)]))
+    out = np.full(len(ids), -1)
+    kernels.scatter_ids(np.arange(100), places, np.full(100, 100), starts, ids, 0, 0, out_starts, out)
+    assert out.tolist() == [i for row in np.argsort(places) for i in lists[row]]
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])

@@ -1,5 +1,6 @@
 """The faster modules of the dense part against float64 and against what they replace."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,8 @@ from models.layers import DotInteraction, mlp
 from pipeline.training import interaction
 from pipeline.training.dense import OneDnnLinear, gains_from_onednn, use_onednn
 from pipeline.training.interaction import NumbaDots
+from pipeline.training.tables.simd import LANES, TILE_ROWS, multiply_narrow_tile, multiply_tile
+from storage.compiled import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +52,23 @@ def test_dots_and_their_gradients_are_those_of_the_definition(counts, width, row
     torch.testing.assert_close(out, expected.float())
     for piece, one in zip(pieces, exact, strict=True):
         torch.testing.assert_close(piece.grad, one.grad.float())
+
+
+def test_tiles_of_both_widths_have_the_same_bits():
+    """A processor takes one of them for all its products."""
+    one, other = draw(TILE_ROWS, 9), draw(9, 2 * LANES, seed=1)
+    wide, narrow = np.empty((2, TILE_ROWS * 2 * LANES), np.float32)
+
+    @compiled
+    def multiply(one, other, wide, narrow):
+        multiply_tile(one, 0, 9, 1, other, 0, 2 * LANES, 9, wide, 0, 2 * LANES)
+        for column in (0, LANES):
+            multiply_narrow_tile(one, 0, 9, 1, other, column, 2 * LANES, 9, narrow, column, 2 * LANES)
+
+    multiply(one.numpy().reshape(-1), other.numpy().reshape(-1), wide, narrow)
+    assert wide.tobytes() == narrow.tobytes()
+    expected = one.double() @ other.double()
+    torch.testing.assert_close(torch.from_numpy(wide).view(TILE_ROWS, -1), expected.float())
 
 
 def test_threads_do_not_change_a_bit_of_the_dots(monkeypatch):
