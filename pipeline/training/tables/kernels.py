@@ -172,7 +172,7 @@ def _step(
 ) -> None:  # fmt: skip
     """Updates the rows rows[:count] of a table. The gradient of rows[k] is sums[k * width : (k + 1) * width].
 
-    With a call for each row, and slices of the arrays, an update took 1.4 to 2 times as long. Where the compiler is to
+    With a call for each row, and slices of the arrays, an update took 1.6 to 2 times as long. Where the compiler is to
     take vectors, indices are unsigned: numba checks a signed one for being negative.
     """
     rate, eps, decay = settings[0], settings[1], settings[2]
