@@ -35,6 +35,16 @@ def _sum_in_order(
     return total
 
 
+@inlined
+def _count_outside(indices: np.ndarray, start: int, stop: int, rows: int) -> int:
+    """Returns how many of the ids [start, stop) lie outside a table. A negative one is larger than all if unsigned."""
+    count = 0
+    for j in range(np.uint64(start), np.uint64(stop)):
+        if np.uint64(indices[j]) >= np.uint64(rows):
+            count += 1
+    return count
+
+
 @compiled_fast
 def pool(
     weights: np.ndarray, features: np.ndarray, mean: bool, indices: np.ndarray, offsets: np.ndarray, out: np.ndarray,
@@ -51,24 +61,25 @@ def pool(
     """
     bags, stride = (len(offsets) - 1) // len(features), out.shape[1]
     flat = out.reshape(-1)
-    outside = 0
+    outside, ahead = 0, np.uint64(PREFETCH_LOOKUPS)
     for f in range(len(features)):
         origin, rows, width, column = features[f]
-        final = offsets[(f + 1) * bags] - 1
+        final, inside = np.uint64(offsets[(f + 1) * bags] - 1), np.uint64(rows)
+        # In the loops below, counting would take a quarter of their time.
+        outside += _count_outside(indices, offsets[f * bags + first], offsets[f * bags + last], rows)
         fours, ones = width // FOUR * FOUR, width // LANES * LANES
         for b in range(first, last):
             start, stop = offsets[f * bags + b], offsets[f * bags + b + 1]
-            for j in range(start, stop):
-                outside += indices[j] < 0 or indices[j] >= rows
             into = b * stride + column
             for e in range(0, fours, FOUR):
                 sum0, sum1, sum2, sum3 = zero(), zero(), zero(), zero()
-                for j in range(start, stop):
-                    coming = origin + indices[min(j + PREFETCH_LOOKUPS, final)] * width + e
+                for j in range(np.uint64(start), np.uint64(stop)):
+                    coming = origin + indices[min(j + ahead, final)] * width + e
                     for line in range(0, FOUR, LANES):
                         prefetch(weights, coming + line)
-                    if 0 <= indices[j] < rows:
-                        source = origin + indices[j] * width + e
+                    row = indices[j]
+                    if np.uint64(row) < inside:
+                        source = origin + row * width + e
                         sum0 = add(sum0, load(weights, source))
                         sum1 = add(sum1, load(weights, source + LANES))
                         sum2 = add(sum2, load(weights, source + 2 * LANES))
@@ -79,10 +90,11 @@ def pool(
                 store(flat, into + e + 3 * LANES, sum3)
             for e in range(fours, ones, LANES):
                 sum0 = zero()
-                for j in range(start, stop):
-                    prefetch(weights, origin + indices[min(j + PREFETCH_LOOKUPS, final)] * width + e)
-                    if 0 <= indices[j] < rows:
-                        sum0 = add(sum0, load(weights, origin + indices[j] * width + e))
+                for j in range(np.uint64(start), np.uint64(stop)):
+                    prefetch(weights, origin + indices[min(j + ahead, final)] * width + e)
+                    row = indices[j]
+                    if np.uint64(row) < inside:
+                        sum0 = add(sum0, load(weights, origin + row * width + e))
                 store(flat, into + e, sum0)
             for e in range(ones, width):
                 flat[into + e] = _sum_in_order(weights, origin + e, width, rows, indices, start, stop)
