@@ -270,7 +270,7 @@ def assemble(
     world_size = dist.get_world_size()
     model, plan_rows = build_model(spec, world_size, device)
     emit({"event": "start", "plan": plan_rows, "device": device.type, "code": read_code().model_dump()})
-    if device.type == "cpu" and spec.training.dense_precision == "bf16" and lacks_bf16():
+    if device.type == "cpu" and spec.training.dense_precision == "bf16" and lacks_bf16(torch.cpu.get_capabilities()):
         slow = "training.dense_precision=bf16 is slow here: PyTorch has no fast bf16 for this processor. Set fp32."
         emit({"event": "warning", "text": slow})
     data = {"train": spec.train} | ({"valid": spec.valid} if spec.valid is not None else {})

@@ -8,7 +8,7 @@ from torch import nn
 
 from models.layers import DotInteraction, mlp
 from pipeline.training import interaction
-from pipeline.training.dense import OneDnnLinear, gains_from_onednn, use_onednn
+from pipeline.training.dense import OneDnnLinear, gains_from_onednn, lacks_bf16, use_onednn, use_relu_in_place
 from pipeline.training.interaction import NumbaDots
 from pipeline.training.tables.simd import LANES, TILE_ROWS, multiply_narrow_tile, multiply_tile
 from storage.compiled import compiled
@@ -120,12 +120,36 @@ def test_a_layer_of_onednn_is_the_linear_layer(rows, inputs, outputs):
         torch.testing.assert_close(found.grad, one.grad.float(), **close)
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("number_type", [torch.float32, torch.bfloat16])
+def test_relu_in_place_changes_no_bit(together, dropout, number_type):
+    """With NaN and zeros of both signs. The gradient's columns may also lie apart."""
+    plain, layers = (mlp(13, [8, 4], dropout).to(number_type) for _ in range(2))
+    layers.load_state_dict(plain.state_dict())
+    use_relu_in_place(layers)
+    values, gradient, found = draw(20, 13).to(number_type), draw(20, 12, seed=1).to(number_type), []
+    values[3], values[4], values[5] = float("nan"), 0.0, -0.0
+    for one in (plain, layers):
+        torch.manual_seed(1)
+        inputs = values.clone().requires_grad_()
+        out = one(inputs)
+        if together:
+            out.backward(gradient[:, :4].clone())
+        else:
+            torch.cat([out, inputs[:, :8]], 1).backward(gradient)
+        found.append([out.detach(), inputs.grad, *(parameter.grad for parameter in one.parameters())])
+    assert [one.view(torch.uint8).tolist() for one in found[0]] == [one.view(torch.uint8).tolist() for one in found[1]]
+    assert values[3].isnan().all()
+
+
 @onednn
 def test_an_mlp_keeps_its_parameters_names_and_dropout():
     layers = mlp(13, [8, 4], dropout=0.5)
     names = {name: id(parameter) for name, parameter in layers.named_parameters()}
     values, plain = draw(20, 13), layers.eval()(draw(20, 13))
     use_onednn(layers)
+    use_relu_in_place(layers)
     assert {name: id(parameter) for name, parameter in layers.named_parameters()} == names
     torch.testing.assert_close(layers(values), plain)
     assert (layers.train()(values) == 0).float().mean() > plain.eq(0).float().mean() + 0.1  # still drops some
@@ -136,6 +160,7 @@ def test_an_mlp_keeps_its_parameters_names_and_dropout():
 def test_a_value_that_is_not_finite_is_not_hidden(value):
     layers, values = mlp(13, [8, 4]), draw(20, 13)
     use_onednn(layers)
+    use_relu_in_place(layers)
     values[3] = value
     pooled = draw(20, 5, 4)
     pooled[7, 2] = value
@@ -167,3 +192,17 @@ def test_threads_do_not_change_a_bit_of_a_layer():
 )
 def test_onednn_is_taken_where_mkl_has_no_avx512(processor, expected):
     assert gains_from_onednn(processor) is expected
+
+
+@pytest.mark.parametrize(
+    ("processor", "expected"),
+    [
+        ({"avx512_bw": True, "avx512_bf16": True}, False),  # AMD, Zen 4
+        ({"avx512_bw": True, "amx_bf16": True}, False),
+        ({"architecture": "aarch64", "bf16": True}, False),
+        ({"avx512_bw": True, "avx512_bf16": False, "amx_bf16": False}, True),  # Intel, Ice Lake
+        ({}, True),
+    ],
+)
+def test_bf16_needs_an_instruction(processor, expected):
+    assert lacks_bf16(processor) is (expected or not torch.backends.mkldnn.is_available())
