@@ -37,7 +37,7 @@ def _sum_in_order(
 
 @inlined
 def _count_outside(indices: np.ndarray, start: int, stop: int, rows: int) -> int:
-    """Returns how many of the ids [start, stop) lie outside a table. A negative one is larger than all if unsigned."""
+    """Returns how many of the ids [start, stop) lie outside a table. Read as unsigned, a negative one is very large."""
     count = 0
     for j in range(np.uint64(start), np.uint64(stop)):
         if np.uint64(indices[j]) >= np.uint64(rows):

@@ -8,7 +8,14 @@ from torch import nn
 
 from models.layers import DotInteraction, mlp
 from pipeline.training import interaction
-from pipeline.training.dense import OneDnnLinear, gains_from_onednn, lacks_bf16, use_onednn, use_relu_in_place
+from pipeline.training.dense import (
+    OneDnnLinear,
+    ReluInPlace,
+    gains_from_onednn,
+    lacks_bf16,
+    use_onednn,
+    use_relu_in_place,
+)
 from pipeline.training.interaction import NumbaDots
 from pipeline.training.tables.simd import LANES, TILE_ROWS, multiply_narrow_tile, multiply_tile
 from storage.compiled import compiled
@@ -120,27 +127,50 @@ def test_a_layer_of_onednn_is_the_linear_layer(rows, inputs, outputs):
         torch.testing.assert_close(found.grad, one.grad.float(), **close)
 
 
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("number_type", [torch.float32, torch.bfloat16])
-def test_relu_in_place_changes_no_bit(together, dropout, number_type):
-    """With NaN and zeros of both signs. The gradient's columns may also lie apart."""
+def test_an_mlp_with_relu_in_place_has_the_same_bits(rows, dropout, number_type):
+    """Also if its result is used twice, and if its gradient is a part of a wider one."""
     plain, layers = (mlp(13, [8, 4], dropout).to(number_type) for _ in range(2))
     layers.load_state_dict(plain.state_dict())
     use_relu_in_place(layers)
-    values, gradient, found = draw(20, 13).to(number_type), draw(20, 12, seed=1).to(number_type), []
-    values[3], values[4], values[5] = float("nan"), 0.0, -0.0
+    values, gradient = draw(rows, 13).to(number_type), draw(rows, 12, seed=1).to(number_type)
+    for join in (lambda out, _: [out], lambda out, rest: [rest[:, :8], out], lambda out, rest: [out, out, rest[:, :4]]):
+        found = []
+        for one in (plain, layers):
+            torch.manual_seed(1)
+            one.zero_grad()
+            inputs = values.clone().requires_grad_()
+            out = one(inputs)
+            joined = torch.cat(join(out, inputs), 1)
+            joined.backward(gradient[:, : joined.shape[1]])
+            found.append([out.detach(), inputs.grad, *(parameter.grad for parameter in one.parameters())])
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_relu_in_place_has_the_same_bits_at_its_edge():
+    """With NaN, infinities and zeros of both signs."""
+    odd = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1e-45, 2.0])
+    found = []
+    for relu in (nn.ReLU(), ReluInPlace()):
+        values = odd.clone().requires_grad_()
+        out = relu(values * 1)
+        out.backward(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, -0.0, 7.0, float("nan")]))
+        found.append([out.detach().numpy().tobytes(), values.grad.numpy().tobytes()])
+    assert found[0] == found[1]
+
+
+@onednn
+def test_a_layer_of_onednn_can_stand_before_relu_in_place():
+    plain, layers = (mlp(13, [8, 4]) for _ in range(2))
+    layers.load_state_dict(plain.state_dict())
+    use_onednn(layers)
+    use_relu_in_place(layers)
     for one in (plain, layers):
-        torch.manual_seed(1)
-        inputs = values.clone().requires_grad_()
-        out = one(inputs)
-        if together:
-            out.backward(gradient[:, :4].clone())
-        else:
-            torch.cat([out, inputs[:, :8]], 1).backward(gradient)
-        found.append([out.detach(), inputs.grad, *(parameter.grad for parameter in one.parameters())])
-    assert [one.view(torch.uint8).tolist() for one in found[0]] == [one.view(torch.uint8).tolist() for one in found[1]]
-    assert values[3].isnan().all()
+        one(draw(20, 13)).backward(draw(20, 4, seed=1))
+    for one, other in zip(plain.parameters(), layers.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
 @onednn
@@ -199,6 +229,7 @@ def test_onednn_is_taken_where_mkl_has_no_avx512(processor, expected):
     [
         ({"avx512_bw": True, "avx512_bf16": True}, False),  # AMD, Zen 4
         ({"avx512_bw": True, "amx_bf16": True}, False),
+        ({"avx2": True, "avx_ne_convert": True}, False),  # Intel, Sierra Forest
         ({"architecture": "aarch64", "bf16": True}, False),
         ({"avx512_bw": True, "avx512_bf16": False, "amx_bf16": False}, True),  # Intel, Ice Lake
         ({}, True),

@@ -243,12 +243,30 @@ def test_an_empty_batch():
     assert bags.weights_host.equal(before)
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("wrong", [-1, 40, 2**62])
-def test_ids_outside_their_table_are_refused(wrong):
+def test_ids_outside_their_table_are_refused(wrong, threads):
+    """Each is counted, also in a feature's last bag and that of another thread."""
     ids, offsets, _ = batches()[0]
-    ids[0] = wrong
-    with pytest.raises(IndexError, match="1 ids outside the tables"):
-        make(NumbaBags, "sgd", False)(ids, offsets)
+    for feature in range(len(OWNERS)):
+        start, stop = offsets[feature * BAGS], offsets[(feature + 1) * BAGS]
+        ids[start] = ids[(start + stop) // 2] = ids[stop - 1] = wrong
+    with pytest.raises(IndexError, match=f"{3 * len(OWNERS)} ids outside the tables"):
+        make(NumbaBags, "sgd", False, threads)(ids, offsets)
+
+
+@pytest.mark.parametrize("empty", [[0], [3], [0, 1, 3], [1, 2]])
+def test_features_without_ids(empty):
+    """Their vectors are zeros. Those of the others are the same as in a batch where all have ids."""
+    bags = make(NumbaBags, "sgd", False, 2)
+    ids, offsets, _ = batches()[0]
+    counts = offsets.diff().view(len(OWNERS), BAGS)
+    kept = torch.tensor([feature not in empty for feature in range(len(OWNERS))])
+    fewer = (counts * kept[:, None]).flatten()
+    chosen = ids[kept[:, None].expand_as(counts).flatten().repeat_interleave(counts.flatten())]
+    columns = kept.repeat_interleave(torch.tensor([TABLES[owner][1] for owner in OWNERS]))
+    out = bags(chosen, torch.cat([offsets[:1], fewer.cumsum(0)]))
+    assert out.equal(bags(ids, offsets) * columns)
 
 
 def test_unsupported_uses_are_refused():
