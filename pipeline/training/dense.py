@@ -21,18 +21,17 @@ def use_cpu_modules(model: DLRM, bf16: bool) -> None:
         model.interaction = NumbaDots(model.interaction)
     onednn = not bf16 and torch.backends.mkldnn.is_available() and gains_from_onednn(torch.cpu.get_capabilities())
     for layers in (model.bottom, model.top):
-        if layers is None:
-            continue
-        use_relu_in_place(layers)
-        if onednn:
-            use_onednn(layers)
+        if layers is not None:
+            use_cpu_layers(layers, onednn)
 
 
-def use_relu_in_place(layers: nn.Sequential) -> None:
-    """Replaces the ReLUs of an MLP."""
+def use_cpu_layers(layers: nn.Sequential, onednn: bool) -> None:
+    """Replaces the ReLUs of an MLP and, with oneDNN, its linear layers."""
     for place, layer in enumerate(layers):
         if isinstance(layer, nn.ReLU):
             layers[place] = ReluInPlace()
+        elif onednn and isinstance(layer, nn.Linear):
+            layers[place] = OneDnnLinear(layer)
 
 
 def gains_from_onednn(processor: Mapping[str, Any]) -> bool:
@@ -62,19 +61,11 @@ def lacks_bf16(processor: Mapping[str, Any]) -> bool:
     return not (torch.backends.mkldnn.is_available() and any(processor.get(name) for name in instructions))
 
 
-def use_onednn(layers: nn.Sequential) -> None:
-    """Replaces the linear layers of an MLP."""
-    for place, layer in enumerate(layers):
-        if isinstance(layer, nn.Linear):
-            layers[place] = OneDnnLinear(layer)
-
-
 class ReluInPlace(nn.Module):
     """ReLU that writes into its argument and into the incoming gradient, with the same bits as `nn.ReLU`.
 
     The layers of an MLP allow that. A linear layer does not need its result in its backward pass, and nobody else
-    reads a hidden layer's gradient. The gradient of the last layer may be columns of a wider one, which others read.
-    They lie apart, so the result gets memory of its own, unless there is one row, whose other columns stay untouched.
+    reads a hidden layer's gradient. One that is a part of a larger tensor, which others may read, stays as it is.
     """
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -93,7 +84,8 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         [values] = ctx.saved_tensors
-        into = gradient if gradient.is_contiguous() else torch.empty_like(values)
+        whole = gradient.untyped_storage().nbytes() == gradient.nbytes
+        into = gradient if whole else torch.empty_like(values)
         out: torch.Tensor = torch.ops.aten.threshold_backward.grad_input(gradient, values, 0, grad_input=into)
         return out
 

@@ -13,8 +13,7 @@ from pipeline.training.dense import (
     ReluInPlace,
     gains_from_onednn,
     lacks_bf16,
-    use_onednn,
-    use_relu_in_place,
+    use_cpu_layers,
 )
 from pipeline.training.interaction import NumbaDots
 from pipeline.training.tables.simd import LANES, TILE_ROWS, multiply_narrow_tile, multiply_tile
@@ -131,11 +130,12 @@ def test_a_layer_of_onednn_is_the_linear_layer(rows, inputs, outputs):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("number_type", [torch.float32, torch.bfloat16])
 def test_an_mlp_with_relu_in_place_has_the_same_bits(rows, dropout, number_type):
-    """Also if its result is used twice, and if its gradient is a part of a wider one."""
+    """Also if its result is used twice, and if its gradient is a part of a wider one, which stays as it is."""
     plain, layers = (mlp(13, [8, 4], dropout).to(number_type) for _ in range(2))
     layers.load_state_dict(plain.state_dict())
-    use_relu_in_place(layers)
+    use_cpu_layers(layers, onednn=False)
     values, gradient = draw(rows, 13).to(number_type), draw(rows, 12, seed=1).to(number_type)
+    before = gradient.clone()
     for join in (lambda out, _: [out], lambda out, rest: [rest[:, :8], out], lambda out, rest: [out, out, rest[:, :4]]):
         found = []
         for one in (plain, layers):
@@ -147,6 +147,7 @@ def test_an_mlp_with_relu_in_place_has_the_same_bits(rows, dropout, number_type)
             joined.backward(gradient[:, : joined.shape[1]])
             found.append([out.detach(), inputs.grad, *(parameter.grad for parameter in one.parameters())])
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert gradient.equal(before)
 
 
 def test_relu_in_place_has_the_same_bits_at_its_edge():
@@ -165,8 +166,7 @@ def test_relu_in_place_has_the_same_bits_at_its_edge():
 def test_a_layer_of_onednn_can_stand_before_relu_in_place():
     plain, layers = (mlp(13, [8, 4]) for _ in range(2))
     layers.load_state_dict(plain.state_dict())
-    use_onednn(layers)
-    use_relu_in_place(layers)
+    use_cpu_layers(layers, onednn=True)
     for one in (plain, layers):
         one(draw(20, 13)).backward(draw(20, 4, seed=1))
     for one, other in zip(plain.parameters(), layers.parameters(), strict=True):
@@ -178,8 +178,7 @@ def test_an_mlp_keeps_its_parameters_names_and_dropout():
     layers = mlp(13, [8, 4], dropout=0.5)
     names = {name: id(parameter) for name, parameter in layers.named_parameters()}
     values, plain = draw(20, 13), layers.eval()(draw(20, 13))
-    use_onednn(layers)
-    use_relu_in_place(layers)
+    use_cpu_layers(layers, onednn=True)
     assert {name: id(parameter) for name, parameter in layers.named_parameters()} == names
     torch.testing.assert_close(layers(values), plain)
     assert (layers.train()(values) == 0).float().mean() > plain.eq(0).float().mean() + 0.1  # still drops some
@@ -189,8 +188,7 @@ def test_an_mlp_keeps_its_parameters_names_and_dropout():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_not_hidden(value):
     layers, values = mlp(13, [8, 4]), draw(20, 13)
-    use_onednn(layers)
-    use_relu_in_place(layers)
+    use_cpu_layers(layers, onednn=True)
     values[3] = value
     pooled = draw(20, 5, 4)
     pooled[7, 2] = value
