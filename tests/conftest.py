@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from flows.runtime.environment import quiet_libraries, set_environment
-from pipeline import forkserver
 from pipeline.jobs.training.rank import start_group
+from pipeline.processes import forkserver
 from pipeline.training.config import TrainConfig
 
 set_environment()
