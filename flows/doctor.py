@@ -35,8 +35,8 @@ from flows.runtime.access import (
 )
 from flows.runtime.environment import set_environment
 from flows.runtime.server import require_known_tables
-from pipeline import process
 from pipeline.errors import ConfigError
+from pipeline.processes import process
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"torch": "2.13.0", "torchrec": "1.8.0"}

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from flows.runtime.environment import quiet_libraries, set_environment
-from pipeline import forkserver
 from pipeline.jobs.training.rank import start_group
+from pipeline.processes import forkserver
 from pipeline.training.config import TrainConfig
 from tests.sharing import session_folder
 

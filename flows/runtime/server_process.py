@@ -14,7 +14,7 @@ import urllib.request
 from contextlib import suppress
 
 from flows.runtime.access import SERVERS, header
-from pipeline.process import loading
+from pipeline.processes.process import loading
 
 TRIES, SECONDS_BETWEEN_TRIES = 200, 0.02
 LIBRARIES = ("docket", "fastapi", "httpx", "jsonschema", "pydantic_settings", "sqlalchemy.ext.asyncio", "uvicorn")

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from pyiceberg.expressions import And, BooleanExpression, EqualTo
 
 from pipeline.data.config import PARTS, HashSplit, Part, SplitConfig, day_span
-from pipeline.data.filters import parse_filter
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.transforms.column import from_arrow, sparse_from_arrow
 from pipeline.transforms.kernels import hashing
@@ -19,6 +18,7 @@ from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.plan.schedule import single_array
 from pipeline.transforms.schema import unknown_column
 from storage.arrow import is_list, is_text
+from storage.filters import parse_filter
 from storage.reader import Fragment
 from storage.snapshot.row_filter import RowChoice
 

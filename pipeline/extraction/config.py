@@ -6,10 +6,10 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from pipeline.data.columns import MOST_SECONDS, MOST_WEIGHT, NAME, TRAILING_DAYS, Names, require_both_times
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
 from storage.config import DAY, TableConfig, WarehouseConfig
+from storage.names import MOST_SECONDS, MOST_WEIGHT, NAME, TRAILING_DAYS, Names, require_both_times
 
 WEIGHT = "sample_weight"
 """Column with the number of impressions that a row represents after negatives were downsampled."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
 
-from pipeline.process import CHECKOUT, PACKAGES
+from pipeline.processes.process import CHECKOUT, PACKAGES
 from storage.artifacts import read_note, write_text
 
 CODE = "code.json"

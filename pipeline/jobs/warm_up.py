@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import RunConfig
-from pipeline.forkserver import prepare
-from pipeline.process import PACKAGES, limit_threads, loading
+from pipeline.processes.forkserver import prepare
+from pipeline.processes.process import PACKAGES, limit_threads, loading
 from pipeline.registration.config import RegistrationConfig
 from pipeline.training.launch.processes import rank_environment, resolve_threads
 from storage.artifacts import write_text

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, NonNegativeInt, ValidationError, model_validator
 
 from pipeline.errors import ContractError, DataError, from_wire, to_wire
-from pipeline.forkserver import ForkedProcess, start_process
 from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.memory import (
@@ -32,7 +31,8 @@ from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.transport import wire
 from pipeline.preprocessing.transport.places import NetworkSettings, Place, UnreachableError
 from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.process import ROOT, limit_threads
+from pipeline.processes.forkserver import ForkedProcess, start_process
+from pipeline.processes.process import ROOT, limit_threads
 from storage.compiled import load_compiler
 
 if TYPE_CHECKING:

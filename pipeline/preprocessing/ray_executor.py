@@ -40,7 +40,7 @@ from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.transport import wire
 from pipeline.preprocessing.transport.places import NetworkSettings, is_loopback
 from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.process import LOCAL_RAY, PACKAGES, kill_process, process_start
+from pipeline.processes.process import LOCAL_RAY, PACKAGES, kill_process, process_start
 from pipeline.sealed import Letterbox, seal
 from storage.scratch import ScratchFolder
 

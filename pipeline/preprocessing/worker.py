@@ -14,7 +14,6 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import PlainValidator, TypeAdapter
 
-from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.data.joined.reader import Reader, open_reader
 from pipeline.errors import DataError
 from pipeline.preprocessing import kernels
@@ -30,6 +29,7 @@ from pipeline.transforms.plan.dedup import DedupedFeatures, DedupPlan
 from pipeline.transforms.plan.plan import TransformedRows
 from pipeline.transforms.plan.schedule import single_array
 from storage.errors import CorruptFileError
+from storage.names import LEAST_WEIGHT, MOST_WEIGHT
 from storage.pages.columns import load_loops
 from storage.reader import Fragment
 from storage.warehouse import Warehouse

@@ -14,13 +14,13 @@ from random import Random
 from typing import Any, cast
 
 from pipeline.errors import ContractError
-from pipeline.forkserver import parse_answer, read_request
 from pipeline.jobs.code_version import CodeVersion
 from pipeline.jobs.console import Progress
 from pipeline.jobs.recurring.backtest import read_day
 from pipeline.jobs.study.points import read_point
 from pipeline.jobs.training.events import EventReport
 from pipeline.jobs.training.sharding_plans import read_loss
+from pipeline.processes.forkserver import parse_answer, read_request
 from pipeline.registration.journal import Journal
 from pipeline.training.launch.processes import Event, Limits, RankGroup, read_error
 from tests.fuzz.harness import Case, require

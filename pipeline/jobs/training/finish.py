@@ -40,7 +40,7 @@ from pipeline.jobs.training.summary import (
 from pipeline.jobs.training.train import PREPROCESSING, TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
-from pipeline.process import PACKAGES
+from pipeline.processes.process import PACKAGES
 from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities

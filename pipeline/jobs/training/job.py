@@ -14,7 +14,6 @@ from pipeline.catalog.events import read_events, refuse_deprecated
 from pipeline.config.files import ROOT
 from pipeline.data.config import PARTS, Part
 from pipeline.data.day_notes import open_days
-from pipeline.data.filters import check_filter
 from pipeline.data.joined.backfilled import require_backfilled
 from pipeline.data.joined.reader import filter_schema, joined_schema
 from pipeline.data.joined.source import PinnedSource
@@ -35,6 +34,7 @@ from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import resolve
 from storage.arrow import is_text
 from storage.artifacts import MADE_AGAIN, read_line, read_note, write_text
+from storage.filters import check_filter
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 

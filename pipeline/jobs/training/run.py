@@ -7,8 +7,8 @@ from pydantic import BaseModel
 
 from pipeline.evaluation.config import EvaluationConfig, require_installed
 from pipeline.jobs.code_version import LEARNING_VERSION, read_commit
+from pipeline.jobs.columns import warn_of_columns
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import TrainingJob, open_training_run, resolve_job
 from pipeline.jobs.training.train import train

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from pipeline.config.files import ROOT
 from pipeline.jobs.code_version import CODE, UNKNOWN, CodeVersion, note_code, noted_code, read_code
 from pipeline.jobs.console import format_rows, step
-from pipeline.jobs.tables.reads import save_read
+from pipeline.jobs.reads import save_read
 from pipeline.jobs.training.events import EventReport, SummaryValues
 from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
@@ -24,7 +24,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
 from pipeline.preprocessing.service import Service
-from pipeline.process import Importing
+from pipeline.processes.process import Importing
 from pipeline.registration.journal import Journal
 from pipeline.registration.tracking import SHARDING_PLAN
 from pipeline.training.config import TrainConfig

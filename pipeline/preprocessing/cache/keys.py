@@ -12,7 +12,7 @@ from models.config import SparseFeature
 from pipeline.data.joined.reader import FeatureJoinReader, Reader
 from pipeline.data.selection import Selection
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.process import PACKAGES
+from pipeline.processes.process import PACKAGES
 from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.discrete import GetLocalHour
 from pipeline.transforms.ops.zones import zone_offsets

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from pipeline.errors import ContractError, TrainingError, from_wire
-from pipeline.forkserver import ForkedProcess, start_process
-from pipeline.process import limit_threads
+from pipeline.processes.forkserver import ForkedProcess, start_process
+from pipeline.processes.process import limit_threads
 from pipeline.training.launch.heartbeat import WAITING
 from storage.artifacts import write_text
 

@@ -13,7 +13,7 @@ import pytest
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
-from pipeline.process import LOCAL_RAY
+from pipeline.processes.process import LOCAL_RAY
 from tests.pipeline.preprocessing.reference import CONFIG, alone, client, eventually, order_hash, source_of
 
 pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")

@@ -20,11 +20,12 @@ from pipeline.errors import ConfigError, ContractError, DataError, TrainingError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import Evaluation
 from pipeline.jobs.evaluation import portions
-from pipeline.jobs.evaluation.portions import Comparison, RowScorer, evaluate_portions
+from pipeline.jobs.evaluation.portion import Comparison, RowScorer
+from pipeline.jobs.evaluation.portions import evaluate_portions
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
-from pipeline.process import LOCAL_RAY
+from pipeline.processes.process import LOCAL_RAY
 from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel
 from storage.reader import DAY

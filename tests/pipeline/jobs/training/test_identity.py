@@ -10,8 +10,8 @@ import pytest
 from pipeline.config import load
 from pipeline.data.day_notes import INGEST, DayNote, InputFiles
 from pipeline.errors import ConfigError
+from pipeline.jobs.ingest.ingest import ingest
 from pipeline.jobs.recurring.day import identity_of_day
-from pipeline.jobs.tables.ingest import ingest
 from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import PLAN, PLANS, TrainingJob, begin, prepare_rows, resolve_dataset, resolve_job
 from pipeline.jobs.workspace import Workspace

@@ -34,7 +34,7 @@ def children() -> list[psutil.Process]:
     found = []
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if one.name().startswith("dlrm") or "pipeline.forkserver" not in one.cmdline():
+            if one.name().startswith("dlrm") or "pipeline.processes.forkserver" not in one.cmdline():
                 found.append(one)
     return found
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.reads import READS
+from pipeline.jobs.reads import READS
 from pipeline.jobs.training.job import PLANS
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.cache.store import COLUMNS, remove_unused

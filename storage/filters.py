@@ -5,7 +5,7 @@ Configs import this module, so it imports pyiceberg only when there is a filter.
 
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import ConfigError, closest_names
+from storage.errors import ConfigError, closest_names
 
 if TYPE_CHECKING:
     from pyiceberg.expressions import BooleanExpression

@@ -16,7 +16,6 @@ from pipeline.config import load
 from pipeline.config.draft import Draft, load_draft
 from pipeline.config.files import ROOT
 from pipeline.config.run import EXECUTION_KEYS
-from pipeline.data.columns import NAME
 from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.formats.text import FILE
@@ -32,6 +31,7 @@ from pipeline.suggestion.write import render_config
 from pipeline.training.config import SPANS
 from pipeline.transforms.schema import unknown_column
 from storage.artifacts import write_text
+from storage.names import NAME
 from storage.query import column_types, connect, quote
 from storage.reader import DAY
 from storage.scratch import ScratchFolder

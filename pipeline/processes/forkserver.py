@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import IO, Any, cast
 
-from pipeline.process import PACKAGES, ROOT, die_with_parent, loading, set_process_name
+from pipeline.processes.process import PACKAGES, ROOT, die_with_parent, loading, set_process_name
 
 READ_AT_LOAD = ("ARROW_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NUMBA_", "OMP_", "OPENBLAS_", "PYTHON")
 """Prefixes of variables that libraries read when they are loaded."""

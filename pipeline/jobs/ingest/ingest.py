@@ -17,8 +17,8 @@ from pipeline.extraction.intake import held_back_name
 from pipeline.extraction.opening import SourceContext, generate_logs
 from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.checks import show_checks, summarize_checks
-from pipeline.jobs.tables.recompute import newest_noted_day, recompute_features
+from pipeline.jobs.ingest.checks import show_checks, summarize_checks
+from pipeline.jobs.ingest.recompute import newest_noted_day, recompute_features
 from pipeline.jobs.workspace import Workspace
 
 

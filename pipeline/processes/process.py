@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PACKAGES = Path(__file__).resolve().parents[1]
+PACKAGES = Path(__file__).resolve().parents[2]
 """Folder of the packages: a checkout of the project, or the folder that pip has installed them into."""
 CHECKOUT = (PACKAGES / "pyproject.toml").exists()
 ROOT = PACKAGES if CHECKOUT else Path.cwd()

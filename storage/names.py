@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from pipeline.errors import ConfigError
+from storage.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 """Names of features and embedding tables, matched as a whole: PyTorch refuses a module name with a dot."""

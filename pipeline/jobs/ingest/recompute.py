@@ -11,8 +11,8 @@ from pipeline.data.day_notes import backfilled_columns, day_notes
 from pipeline.data.joined.source import FeatureSource, PinnedSource, pin_sources
 from pipeline.data.joined.states import note_state, restore_state
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.checks import MOST_LINES
-from pipeline.jobs.tables.consistency import describe_differences, report_path, row_columns
+from pipeline.jobs.features.consistency import describe_differences, report_path, row_columns
+from pipeline.jobs.ingest.checks import MOST_LINES
 from pipeline.jobs.workspace import Workspace
 from pipeline.scoring.consistency import compare_pinned
 from pipeline.transforms.plan.plan import build_plan

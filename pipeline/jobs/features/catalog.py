@@ -14,16 +14,13 @@ from pipeline.catalog.retire import RetireCandidate, find_candidates
 from pipeline.catalog.usage import Usage
 from pipeline.data.profile import profiles
 from pipeline.errors import ConfigError
-from pipeline.jobs.console import Logger
-from pipeline.jobs.tables.lineage import load_usage
+from pipeline.jobs.features.lineage import load_usage
 from pipeline.jobs.training.job import list_roles
 from pipeline.jobs.workspace import Workspace
-from pipeline.preprocessing.dataset import DataSpec
 from pipeline.transforms.joins import FeatureJoin
 from storage.keys import map_names
 from storage.layout.columns import Footers
 from storage.reader import DAY, SnapshotRef
-from storage.warehouse import Warehouse
 
 DECLARED = ("state", "kind", "owner", "description", "reason")
 Action = Literal["list", "show", "propose", "set", "deprecate", "history"]
@@ -148,20 +145,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a user without a name, as in some containers
         return "unknown"
-
-
-def warn_of_columns(spec: DataSpec, warehouse: Warehouse, logger: Logger) -> None:
-    """Warns of features that teach a training nothing: missing columns and empty ones."""
-    plan, snapshot = spec.plan, spec.snapshot
-    if plan.absent:
-        names = ", ".join(plan.absent)
-        logger.warning("table '%s' lacks %s: read as null (on_missing: default)", snapshot.table, names)
-    stored = warehouse.schema(snapshot).names
-    columns = [name for name in plan.columns if name in stored]
-    search = Footers(warehouse.table(snapshot.table), snapshot).without_values(columns, spec.selection.days)
-    if search.columns:
-        some = "" if search.files_searched == search.files else f" in {search.files_searched} of {search.files} files"
-        logger.warning("coverage 0%s on the training days: %s", some, ", ".join(search.columns))
 
 
 def list_features(workspace: Workspace, known: Catalogue) -> dict[str, Any]:

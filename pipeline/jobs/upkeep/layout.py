@@ -8,8 +8,8 @@ from typing import Any
 
 from pipeline.config import load
 from pipeline.jobs.console import step
+from pipeline.jobs.reads import READS
 from pipeline.jobs.tables.ladder import measure_steps
-from pipeline.jobs.tables.reads import READS
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from storage.layout.flatten import add_columns, count_keys, days_with_maps, drop_maps, flattened, refuse_new_keys

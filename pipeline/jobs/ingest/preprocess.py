@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from pipeline.jobs.columns import warn_of_columns
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.catalog import warn_of_columns
-from pipeline.jobs.tables.reads import save_read
+from pipeline.jobs.reads import save_read
 from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.drain import drain
