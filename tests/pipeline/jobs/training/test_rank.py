@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from models.dlrm import DLRM
 from pipeline.data.batch import sparse_tensor
-from pipeline.errors import ContractError, TrainingError
+from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.jobs.code_version import LEARNING_VERSION, read_code
 from pipeline.jobs.training import rank
 from pipeline.jobs.training.rank_spec import RankSpec
@@ -67,6 +67,15 @@ def test_a_change_that_makes_other_weights_raises_the_learning_version(alone: Ru
     assert GOLDEN[here] == (LEARNING_VERSION, alone.result["weights_sha256"]), (
         "A training makes other weights than before. If that is meant, raise LEARNING_VERSION in "
         "pipeline/jobs/code_version.py, so that finished work warns, and enter both here."
+    )
+
+
+def test_a_host_without_the_folder_of_the_training_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rank.main(str(tmp_path / "spec.json"))
+    assert str(caught.value) == (
+        f"ranks of '{tmp_path}/spec.json': expected a folder that their hosts share with the training, got no such file "
+        "on this host. Share `home` among the hosts, or set training.launcher=ray, which needs no common folder."
     )
 
 
