@@ -15,14 +15,14 @@ import pandas as pd
 import pytest
 import yaml
 
-from pipeline.jobs.lease import lease
+from pipeline.jobs.database_lock import database_lock
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
 from tests.ports import free_port
 from tests.postgres import serving_postgres
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # it waits for leases to end
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, DAYS = 400, ("2025-01-06", "2025-01-07", "2025-01-08")
 EPOCHS = 30
@@ -68,7 +68,8 @@ def run_on(home: Path, catalog: dict[str, str], flow: str = "ingest", *words: st
 
 def test_two_ingests_of_the_same_days_write_them_once(catalog: dict[str, str], tmp_path: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(catalog=catalog), tmp_path / "mine")
-    with lease(warehouse.catalog.engine, "dlrm: ingest of table 'shared'", pytest.fail):  # type: ignore[attr-defined]
+    engine = warehouse.catalog.engine  # type: ignore[attr-defined]
+    with database_lock(engine, "dlrm: ingest of table 'shared'", pytest.fail):
         both = [run_on(tmp_path / name, catalog) for name in ("one", "two")]
         for process in both:  # each says that it waits, and for whom
             assert process.stderr is not None

@@ -123,7 +123,7 @@ def train_ranks(
 def claim_checkpoints(workspace: Workspace, folder: Path) -> str | None:
     """Makes this training the only writer of its checkpoints in `storage.path`. Returns the token that its ranks need.
 
-    A training that wrote them before, and still runs because its machine stood still until its lease had ended, fails
+    A training that wrote them before, and still runs because its machine stood still until its lock had ended, fails
     at its next save. The restarts of its ranks do not take them back.
     """
     store = workspace.stored(folder)

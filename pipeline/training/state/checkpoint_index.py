@@ -38,7 +38,7 @@ class CheckpointIndex:
     A store replaces one file at once, and nothing larger. So this one file is written last, on condition that it still
     has the content that was read (see `ObjectFolder.swap`). A training claims it before its ranks start, and each
     attempt of the ranks opens it. From then on, whoever wrote it before is refused: a machine that stood still until
-    its lease had ended, or ranks that outlived their attempt.
+    its lock had ended, or ranks that outlived their attempt.
 
     Args:
         store: Folder of the checkpoints.
