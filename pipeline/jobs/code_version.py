@@ -76,10 +76,6 @@ def name_each(values: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
-LEARNING_VERSION = 2
-"""Raise it when a change makes another model of the same rows, config and seed. Finished work then warns."""
-
-
 def read_commit() -> str:
     """Returns the commit, with `+` if the working tree has changes outside of docs; `unknown` outside git."""
     if not CHECKOUT:  # an environment may lie inside another project's repository

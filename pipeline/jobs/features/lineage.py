@@ -64,7 +64,7 @@ class _Plans:
         if key is None:
             return None
         if self.known.get(key) is None:
-            # None also for a plan of an older version of this code, or of other software.
+            # None also for a plan of other software.
             self.known[key] = _read(partial(self.tracker.read_record, str(run.info.run_id), PLAN, Plan))
         return self.known[key]
 

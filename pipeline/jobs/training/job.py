@@ -21,7 +21,7 @@ from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.config import refuse_outcomes
-from pipeline.jobs.code_version import LEARNING_VERSION, read_commit
+from pipeline.jobs.code_version import hash_sources, read_commit
 from pipeline.jobs.training.identity import LEARNED, describe_rows, digest
 from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
@@ -406,7 +406,7 @@ def _fit_once(spec: DataSpec, warehouse: Warehouse, plans: Path) -> Plan:
     if not spec.plan.unfitted():
         return spec.plan
     fitted_on = spec.model_dump(mode="json", include={"snapshot", "selection", "plan", "joined"})
-    path = plans / f"{digest({'code': LEARNING_VERSION, **fitted_on})}.json"
+    path = plans / f"{digest({'code': hash_sources(), **fitted_on})}.json"
     if path.exists():
         return read_note(path, Plan, MADE_AGAIN)
     plan = fit_plan(spec, warehouse)

@@ -167,14 +167,9 @@ def run_alone(module: str, word: str, spec: BaseModel, folder: Path, threads: in
 
 
 def read_error(path: Path) -> ContractError:
-    """Returns the error that a process wrote to a file. See `parse_error`."""
-    return parse_error(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def parse_error(text: str) -> ContractError:
-    """Returns the error that a process wrote as JSON. A damaged one becomes an error that says so."""
+    """Returns the error that a process wrote to a file as JSON. A damaged one becomes an error that says so."""
     try:
-        return from_wire(json.loads(text))
+        return from_wire(json.loads(path.read_text(encoding="utf-8", errors="replace")))
     except (ValueError, RecursionError):
         return from_wire("damaged text")
 

@@ -193,7 +193,7 @@ def test_chosen_rows_are_not_chosen_again(home: Path) -> None:
     workspace = open_()
     chosen = {part: spec.selection for part, spec in pin().data.items()}
     rows = InputFiles(count=0, bytes=0, stamps=())
-    note = {INGEST: DayNote(open=True, rows=rows, outcomes=rows).model_dump(mode="json")}
+    note = {INGEST: DayNote(open=True, rows=rows, outcomes=rows, definition="").model_dump(mode="json")}
     warehouse = workspace.warehouse
     reader = warehouse.reader(snapshot := warehouse.current("smoke"), warehouse.schema(snapshot).names)
     table = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments([FIRST[0]])])
