@@ -13,12 +13,13 @@ import pyarrow as pa
 import torch
 from pydantic import BaseModel
 
+from pipeline.data.selection import require_row_count
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import Evaluation, OrderedMerge, ScoredRows
 from pipeline.evaluation.metrics import Floats
 from pipeline.jobs.console import Progress, one_line
 from pipeline.jobs.workspace import Workspace
-from pipeline.preprocessing.dataset import DataSpec, hold_rows
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
 from pipeline.process import die_with_parent
 from pipeline.registration.scorer import BATCH_ROWS, LoadedModel
@@ -173,7 +174,7 @@ def evaluate_portions(
             merged.add(number, evaluation)
             seen, failed = seen + done, failed or error
             progress("evaluate", seen, total)
-    hold_rows(seen, comparison.spec.rows, "the evaluation")
+    require_row_count(seen, comparison.spec.rows, "the evaluation")
     return merged.whole, failed
 
 
