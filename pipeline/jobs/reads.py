@@ -4,7 +4,7 @@ import datetime
 
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.worker import Costs
+from pipeline.preprocessing.epoch.costs import Costs
 from storage.layout.columns import Footers, find_maps
 from storage.layout.reads import ReadRecord, load_reads, read_percentiles, record_read, traffic_curve
 

@@ -7,11 +7,11 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
 
+from pipeline.data.selection import require_row_count
 from pipeline.evaluation.evaluate import Evaluation, OrderedMerge
 from pipeline.jobs.console import Progress
 from pipeline.jobs.evaluation.portion import Comparison, PortionScorer, PortionSums, score_portion
 from pipeline.jobs.workspace import Workspace
-from pipeline.preprocessing.dataset import hold_rows
 from pipeline.processes.process import die_with_parent
 from storage.reader import Fragment
 
@@ -46,7 +46,7 @@ def evaluate_portions(
             merged.add(number, evaluation)
             seen, failed = seen + done, failed or error
             progress("evaluate", seen, total)
-    hold_rows(seen, comparison.spec.rows, "the evaluation")
+    require_row_count(seen, comparison.spec.rows, "the evaluation")
     return merged.whole, failed
 
 

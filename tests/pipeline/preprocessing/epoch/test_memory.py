@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.preprocessing.memory import (
+from pipeline.preprocessing.epoch.memory import (
     ALIGNMENT,
     FREE_SLABS,
     SLAB_BYTES,

@@ -1,16 +1,17 @@
-"""The master's side of the conversations with ranks, whatever carries their messages."""
+"""Server side of the rank protocol, independent of the transport."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, ValidationError, model_validator
 
 from pipeline.errors import ContractError, to_wire
+from pipeline.preprocessing.epoch.request import Request
+from pipeline.preprocessing.epoch.stream import Stream
 from pipeline.preprocessing.executors import Event
 from pipeline.preprocessing.master import Master, wrap_service_error
-from pipeline.preprocessing.stream import Request, Stream
-from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.transport import framing
+from pipeline.preprocessing.transport.connection import Connection, Incoming
 
 TRIES = 2
 """A worker from which a rank could not fetch a group this many times is replaced."""
@@ -43,40 +44,8 @@ class _Take(BaseModel, frozen=True):
     """How often it did not get a group from the worker that keeps it, if it asks for the last one again."""
 
 
-@dataclass(eq=False)
-class Connection:
-    """A rank's connection, for one stream."""
-
-    channel: Any
-    """Belongs to the transport."""
-    stream: Stream | None = None
-    rank: int = 0
-    wanted: int | None = None
-    """Number of the group that the rank waits for."""
-    next: int = 0
-    """Number of the group that it may ask for next."""
-    again: int = 0
-    """How often it asked for a group again."""
-    tries: int = 0
-    """How often it asked for the last group again."""
-    refused: bool = False
-    """Whether it sent something that no rank sends. All further messages are ignored."""
-
-    def close(self) -> None:
-        """Closes what the transport holds open for it."""
-        self.channel.close()
-
-
-@dataclass(frozen=True)
-class Incoming:
-    """A message from a connection. None means that the connection was closed."""
-
-    connection: Connection
-    message: wire.Message | None
-
-
-class Desk:
-    """The master's side of the conversations with the ranks, without sockets, threads or a clock.
+class RankProtocol:
+    """Answers the ranks: opens their streams and sends them batches. Has no socket, no thread and no clock.
 
     Args:
         send: Sends a message with descriptors to a connection. Raises OSError if its other side is gone.
@@ -86,7 +55,7 @@ class Desk:
     def __init__(
         self,
         master: Master,
-        send: Callable[[Connection, wire.Message, list[int]], None],
+        send: Callable[[Connection, framing.Message, list[int]], None],
         hang_up: Callable[[Connection], None],
     ) -> None:
         self.master, self.send, self.hang_up = master, send, hang_up
@@ -172,12 +141,12 @@ class Desk:
             stream.take(number)
             notes = [vars(note) | {"position": note.position.model_dump()} for note in group.notes]
             self._send(connection, {"notes": notes} | fields, descriptors)
-            wire.close(descriptors)
+            framing.close(descriptors)
         elif stream.ended(number):
             connection.wanted = None
             self._send(connection, {"end": [one.model_dump() for one in stream.lost]})
 
-    def _send(self, connection: Connection, message: wire.Message, descriptors: list[int] | None = None) -> None:
+    def _send(self, connection: Connection, message: framing.Message, descriptors: list[int] | None = None) -> None:
         try:
             self.send(connection, message, descriptors or [])
         except OSError:  # it is gone, or it does not read

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
 
-from pipeline.preprocessing import kernels
-from pipeline.preprocessing.memory import Arrays, Writer
+from pipeline.preprocessing.epoch import kernels
+from pipeline.preprocessing.epoch.memory import Arrays, Writer
 from pipeline.transforms.kernels.hashing import offsets_of
 
 Ids = npt.NDArray[np.int64]

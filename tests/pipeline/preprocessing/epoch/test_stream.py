@@ -14,11 +14,14 @@ from hypothesis import strategies as st
 
 from pipeline.data.position import Position
 from pipeline.errors import DataError
-from pipeline.preprocessing import stream as module
-from pipeline.preprocessing.batches import BatchWork
-from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.stream import FIRST_ROW_BYTES, Request, Stream, WorkItem
-from pipeline.preprocessing.worker import Costs
+from pipeline.preprocessing.epoch import stream as module
+from pipeline.preprocessing.epoch.batches import BatchWork
+from pipeline.preprocessing.epoch.blocks import FIRST_ROW_BYTES
+from pipeline.preprocessing.epoch.budget import READY_SHARE
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.request import Request
+from pipeline.preprocessing.epoch.splits import Split
+from pipeline.preprocessing.epoch.stream import Stream, WorkItem
 from storage.reader import Fragment
 
 ROW_BYTES = 100
@@ -66,7 +69,8 @@ class Drive:
         )  # fmt: skip
         self.random = random.Random(self.seed)
         self.made: list[Piece] = []
-        self.stream = Stream(request, fragments, self.split_rows, self.memory_bytes, self.free)
+        with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
+            self.stream = Stream(request, fragments, self.split_rows, self.memory_bytes, self.free)
         self.spare: list[int | None] = []
         """Workers that are to end, all but one. They get no splits any more."""
         self.busy: list[WorkItem] = []
@@ -94,29 +98,28 @@ class Drive:
     def kept(self, number: int) -> list[Fragment]:
         """Returns the row groups of a window that were not given up."""
         lost = [one for split in self.stream.quarantined for one in split.fragments]
-        return [one for split in self.stream.windows[number] for one in split.fragments if one not in lost]
+        return [one for split in self.stream.reader.plan[number] for one in split.fragments if one not in lost]
 
     def run(self) -> bool:
         """Returns whether all ranks reached the end. Otherwise nothing can continue."""
-        with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
-            while len(self.ended) < self.world_size:
-                actions = [self.finish] * bool(self.busy) + [self.give] * (len(self.busy) < self.workers)
-                actions += [self.take] * (len(self.ended) < self.world_size)
-                self.random.shuffle(actions)
-                done = [action() for action in actions[: self.random.randint(1, len(actions))]]
-                if not any(done):
-                    idle = [action() for action in (self.finish, *[self.take] * 20 * self.world_size, self.give)]
-                    unread = len(self.stream.reads)
-                    self.check()
-                    if not any(idle) and not self.busy and len(self.stream.reads) == unread:  # nor were rows dropped
-                        return False
-                    continue
+        while len(self.ended) < self.world_size:
+            actions = [self.finish] * bool(self.busy) + [self.give] * (len(self.busy) < self.workers)
+            actions += [self.take] * (len(self.ended) < self.world_size)
+            self.random.shuffle(actions)
+            done = [action() for action in actions[: self.random.randint(1, len(actions))]]
+            if not any(done):
+                idle = [action() for action in (self.finish, *[self.take] * 20 * self.world_size, self.give)]
+                unread = len(self.stream.reader.reads)
                 self.check()
+                if not any(idle) and not self.busy and len(self.stream.reader.reads) == unread:  # nor were rows dropped
+                    return False
+                continue
+            self.check()
         return True
 
     def check(self) -> None:
         held = sum(piece.size for piece in self.made if not piece.freed)
-        assert held == self.stream.bytes
+        assert held == self.stream.budget.used
         if self.selectivity == 1.0:  # then the size of every result is known in advance
             several = 2 if self.keeps else 1  # workers do not make groups in order
             assert held <= self.memory_bytes + several * self.largest_group
@@ -262,7 +265,7 @@ def test_any_order_of_completion_delivers_the_epoch(
     stream = drive.stream
     totals = [
         sum(drive.rows_of(Split(fragments=(one,))) for one in drive.kept(number))
-        for number in range(len(stream.windows))
+        for number in range(len(stream.reader.plan))
     ]
     expected = [
         (number, row) for number, total in enumerate(totals) for row in range(total)
@@ -293,8 +296,8 @@ def test_any_position_resumes_with_the_rest(sizes: list[int], seed: int, stop: i
     rows = [(number, row) for number, start, stop_ in cut(rest) for row in range(start, stop_)]
     every = [(number, row) for number, start, stop_ in cut(whole) for row in range(start, stop_)]
     assert rows == every[len(every) - len(rows) :]
-    needed = {i for i in range(len(rest.stream.windows)) if i >= position.window}
-    assert {i for i, window in enumerate(rest.stream.windows) for p in rest.made if p.work in window} <= needed
+    needed = {i for i in range(len(rest.stream.reader.plan)) if i >= position.window}
+    assert {i for i, window in enumerate(rest.stream.reader.plan) for p in rest.made if p.work in window} <= needed
 
 
 @settings(max_examples=200, deadline=None)
@@ -330,9 +333,8 @@ def test_fault_17_the_memory_bound_is_kept_or_reported_as_too_small(
 @given(sizes=SIZES, seed=st.integers(0, 10**6), steps=st.integers(0, 60), faults=st.sampled_from([0.0, 0.3]))
 def test_a_stream_may_be_closed_at_any_moment(sizes: list[int], seed: int, steps: int, faults: float) -> None:
     drive = Drive(sizes, seed, faults=faults, workers=4)
-    with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
-        for _ in range(steps):
-            drive.random.choice([drive.give, drive.give, drive.finish, drive.take])()
+    for _ in range(steps):
+        drive.random.choice([drive.give, drive.give, drive.finish, drive.take])()
     drive.close()
 
 
@@ -370,15 +372,14 @@ def test_a_rank_that_leaves_is_not_waited_for() -> None:
     """It is removed from existing groups and from later ones."""
     drive = Drive([30] * 20, 0, world_size=2, memory_bytes=300 * ROW_BYTES)
     drive.wanted.pop(1)
-    with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
-        while any([drive.give(), drive.finish(), drive.take()]):
-            pass
-        taken = len(drive.notes[0])
-        assert 0 < taken < 60  # the other rank has not joined yet
-        assert not drive.stream.is_stuck(drive.wanted[0])
-        drive.stream.leave(1)
-        while 0 not in drive.ended:
-            assert any([drive.give(), drive.finish(), drive.take()])
+    while any([drive.give(), drive.finish(), drive.take()]):
+        pass
+    taken = len(drive.notes[0])
+    assert 0 < taken < 60  # the other rank has not joined yet
+    assert not drive.stream.is_stuck(drive.wanted[0])
+    drive.stream.leave(1)
+    while 0 not in drive.ended:
+        assert any([drive.give(), drive.finish(), drive.take()])
     assert len(drive.notes[0]) == 60
     drive.close()
 
@@ -393,22 +394,21 @@ def test_empty_row_groups_are_read_like_others() -> None:
 def test_ready_batches_leave_room_for_rows() -> None:
     """No rank takes batches: they are made only up to their share, and reading stops at the bound."""
     drive = Drive([30] * 100, 0, memory_bytes=1000 * ROW_BYTES, workers=4)
-    with patch.object(module, "GROUP_ROWS", GROUP_ROWS):
-        while any([drive.give(), drive.finish()]):
-            drive.check()
-    stream = drive.stream
-    assert not stream.running
-    assert stream.ready_bytes <= module.READY_SHARE * stream.memory_bytes + drive.largest_group
-    assert 0.5 * stream.memory_bytes < stream.bytes <= stream.memory_bytes
-    assert stream.peak_bytes <= stream.memory_bytes + drive.largest_group
+    while any([drive.give(), drive.finish()]):
+        drive.check()
+    budget = drive.stream.budget
+    assert not drive.stream.running
+    assert budget.ready <= READY_SHARE * budget.limit + drive.largest_group
+    assert 0.5 * budget.limit < budget.used <= budget.limit
+    assert budget.peak <= budget.limit + drive.largest_group
     assert drive.run()
-    assert stream.bytes == 0 or len(stream.groups) <= 2
+    assert budget.used == 0 or len(drive.stream.groups.groups) <= 2
     drive.close()
 
 
 def test_a_position_at_the_end_has_nothing_left() -> None:
     drive = Drive([30] * 4, 0, position=Position(batches=7, window=4))
-    assert len(drive.stream.windows) == 4
+    assert len(drive.stream.reader.plan) == 4
     assert drive.run()
     assert drive.notes == [[]]
 
@@ -431,7 +431,7 @@ def read_pass(pinned: int | None, position: Position) -> None:
         data="train", number=0, position=position, batch_rows=10, seed=7, window_rows=None, world_size=1, ranks=(0,)
     )
     stream = Stream(request, fragments, 10, 10**9, lambda memory: None, rows=pinned)
-    while not stream.ended(stream.groups_cut):
+    while not stream.ended(stream.groups.count):
         item = stream.next_item()
         assert item is not None
         stream.complete(item, "memory", 80, item.work.rows if isinstance(item.work, Split) else 0, Costs())

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from pydantic import ValidationError
 
-from pipeline.preprocessing.batches import cut_share
-from pipeline.preprocessing.memory import Arrays, Segment
+from pipeline.preprocessing.epoch.batches import cut_share
+from pipeline.preprocessing.epoch.memory import Arrays, Segment
 from pipeline.preprocessing.transport.access import address_of, connect, listen, make_options
-from pipeline.preprocessing.transport.places import Address, NetworkSettings, Place, Ticket, UnreachableError
+from pipeline.preprocessing.transport.addresses import Address, NetworkSettings, Place, Ticket, UnreachableError
 from pipeline.preprocessing.transport.records import EMPTY, chunk_records, join_chunks, to_record
 
 FETCH_SECONDS = 30.0
@@ -63,7 +63,7 @@ class Connections:
             self.open.popitem()[1].close()
 
 
-class Shelf(flight.FlightServerBase):
+class ResultStore(flight.FlightServerBase):
     """Keeps what a worker has made until the master says that nobody needs it.
 
     Attributes:

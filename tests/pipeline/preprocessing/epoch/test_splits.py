@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.preprocessing.splits import Split, cut_epoch, make_generator, permute_rows
+from pipeline.preprocessing.epoch.splits import Split, cut_epoch, make_generator, permute_rows
 from storage.reader import Fragment
 
 SIZES = (5, 0, 3, 9, 1, 2)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from pipeline.preprocessing import kernels
+from pipeline.preprocessing.epoch import kernels
 from pipeline.transforms.kernels.hashing import offsets_of
 
 LISTS = [list(range(100 * n, 101 * n)) for n in (3, 0, 4, 5, 1, 8, 0, 9, 2, 7, 40, 6, 0)]
