@@ -231,9 +231,6 @@ def parse(words: Sequence[str], known: Sequence[str]) -> tuple[dict[str, Any], d
             value = parse_yaml(text)
         except yaml.YAMLError:
             value = text
-        if key == "again" and "force" in known:
-            log.warning("again=%s is called force=%s now; the former name goes with the next version.", text, text)
-            key = "force"
         if "." in key or (key not in known and key in RunConfig.model_fields):
             overrides[key] = value
         elif key in known:
