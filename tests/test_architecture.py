@@ -211,7 +211,6 @@ print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*s
         "flows.runtime.dlrm",
         "flows.runtime.front",
         "flows.runtime.server",
-        "flows.runtime.server_process",
         "pipeline.config",
         "pipeline.jobs.warm_up",
     ]

@@ -234,7 +234,7 @@ class RunPage:
                         self.logger.debug("progress of %s is not on the run's page: %s", what, error)
 
     def _remove(self) -> None:
-        """A bar at 100 % says nothing, and hides what a run has made."""
+        """Removes finished progress bars. They crowd out the artifacts of the run."""
         try:
             with get_client(sync_client=True) as client:
                 for made in self.made.values():
