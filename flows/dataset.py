@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
         with Progress(log, "bytes") as progress:
             rows = prepare(one, folder_of(name, data), path, progress)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on", file=sys.stderr)
+        print("Interrupted. Run the same command to resume.", file=sys.stderr)
         return 1
     except (ContractError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

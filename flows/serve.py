@@ -4,18 +4,16 @@ NAME is the model's name in the registry, or its config file. docs/serving.md sh
 """
 
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 from pydantic import ValidationError
 
-from flows.runtime.cli import parse, sentence
-from flows.runtime.dlrm import describe, say
-from flows.runtime.environment import keep_private, quiet_libraries, set_environment
-from flows.runtime.private import hide, remember
+from flows.runtime.cli import describe_error, parse
+from flows.runtime.environment import quiet_libraries
+from flows.runtime.front import run_main
+from flows.runtime.private import remember
 from pipeline.config import load
 from pipeline.config.complaints import explain
 from pipeline.config.files import home_path
@@ -27,10 +25,9 @@ USAGE = "Usage: dlrm serve NAME [key=value ...]"
 SUFFIXES = (".yaml", ".yml")
 
 
-def main(words: list[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """Serves until a signal arrives. Returns the exit code."""
-    debug = "--debug" in words
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("dlrm").setLevel(logging.INFO)
     quiet_libraries()
@@ -39,14 +36,12 @@ def main(words: list[str]) -> int:
     except KeyboardInterrupt:
         return 0
     except Exception as error:
-        if debug:
-            logging.exception("serve")
-        print(f"error: {hide(sentence(error))}", file=sys.stderr)
+        print(f"error: {describe_error(error, '--debug' in words)}", file=sys.stderr)
         return 1
     return 0
 
 
-def start(words: list[str]) -> None:
+def start(words: Sequence[str]) -> None:
     """Reads the words and serves.
 
     Raises:
@@ -85,16 +80,5 @@ def read_options(words: Sequence[str]) -> ServingConfig:
         raise explain("dlrm serve", error, ServingConfig) from None
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    set_environment()
-    keep_private()
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        say(describe("serve"))
-        sys.exit(0)
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)  # the teardown of the interpreter takes a second once MLflow is loaded
+    run_main("serve", main)

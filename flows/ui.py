@@ -14,10 +14,10 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from flows.runtime.access import HOST, SERVERS, VARIABLE, protect, read_secret, read_setting, secret_file, serving
-from flows.runtime.environment import keep_private, make_private, set_environment
+from flows.runtime.environment import make_private
+from flows.runtime.front import run_main
 from flows.runtime.server import require_known_tables
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.outcome import MLFLOW_ADDRESS
@@ -29,10 +29,10 @@ START_SECONDS = 120.0
 STOP_SECONDS = 10.0
 
 
-def main(words: list[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """Starts both servers and waits until one ends or a signal arrives."""
     home = Path(next((word for word in words if "=" not in word), os.environ.get("DLRM_HOME", ".dlrm"))).resolve()
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     servers: list[subprocess.Popen[bytes]] = []
     marked = contextlib.ExitStack()
     try:
@@ -173,11 +173,5 @@ def stop(servers: list[subprocess.Popen[bytes]]) -> None:
                 server.wait(max(limit - time.monotonic(), 0.1))
 
 
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    set_environment()
-    keep_private()
-    sys.exit(main(sys.argv[1:]))
+    run_main("ui", main)

@@ -4,6 +4,7 @@ import difflib
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 LONGEST_PART = 2_000
 """Characters of each part of a message."""
@@ -26,8 +27,20 @@ class ContractError(Exception):
         super().__init__(where, expected, actual, remedy)
         self.where, self.expected, self.actual, self.remedy = where, expected, actual, remedy
 
+    @classmethod
+    def of(cls, problem: str, remedy: str) -> Self:
+        """Returns an error about a state, which the words expected and got do not fit.
+
+        Example:
+            >>> str(ContractError.of("the disk is full", "Free some space."))
+            'the disk is full. Free some space.'
+        """
+        return cls("", problem, "", remedy)
+
     def __str__(self) -> str:
         where, expected, actual, remedy = map(_show, (self.where, self.expected, self.actual, self.remedy))
+        if not where:
+            return f"{expected}. {remedy}"
         return f"{where}: expected {expected}, got {actual}. {remedy}"
 
 

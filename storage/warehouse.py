@@ -100,10 +100,8 @@ class Warehouse:
             address, text = (_PASSWORD.sub("//", f"{one}") for one in (named.get("uri", "no uri"), error))
             known = _ERRNO.search(text)
             reason = known[1] if known else text.split("\n")[0].rstrip(".")
-            raise StorageError(
-                f"catalog at {address}", "one that lets this user in", reason,
-                "Check `warehouse.catalog`, its token or credential, and that the server runs.",
-            ) from error  # fmt: skip
+            remedy = "Check `warehouse.catalog`, its token or credential, and that the server runs."
+            raise StorageError.of(f"cannot open the catalog at {address}: {reason}", remedy) from error
         return catalog
 
     @property

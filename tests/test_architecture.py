@@ -28,8 +28,6 @@ JOBS = {"jobs"}
 """The one room of pipeline/ that may import several stages."""
 TOOLS = {"__init__", "dataset", "deploy", "doctor", "examples", "ui", "reference", "serve"}
 """Modules of flows/ that are no flows."""
-ALIASES = {"compare": "backtest", "placement": "sharding", "size": "estimate"}
-"""Former name of a flow -> its flow."""
 STARTED = {
     "backfill": {"recurring"}, "backtest": {"ingest"}, "end_to_end": {"ingest", "train"}, "recurring": {"ingest", "train"},
 }  # fmt: skip
@@ -128,8 +126,7 @@ def test_a_flow_imports_no_flow_but_those_it_starts():
         if path.parts[0] != "flows" or len(path.parts) > 2 or path.stem in TOOLS or not name.startswith("flows."):
             continue
         imported = name.split(".")[1]
-        known = STARTED.get(path.stem, set()) | {ALIASES.get(path.stem)}
-        if imported != "runtime" and imported not in known:
+        if imported != "runtime" and imported not in STARTED.get(path.stem, set()):
             stray.append(f"{path} imports {name}")
     assert stray == []
 
@@ -214,7 +211,6 @@ print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*s
         "flows.runtime.dlrm",
         "flows.runtime.front",
         "flows.runtime.server",
-        "flows.runtime.server_process",
         "pipeline.config",
         "pipeline.jobs.warm_up",
     ]

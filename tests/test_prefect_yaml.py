@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -33,14 +34,11 @@ def test_the_named_deployments_exist():
         "features/features",
         "layout/layout",
         "preprocess/preprocess",
-        "placement/placement",
         "sharding/sharding",
         "characterize/characterize",
-        "size/size",
         "estimate/estimate",
         "recurring/daily",
         "backfill/backfill",
-        "compare/compare",
         "backtest/backtest",
         "sweep/sweep",
         "release/release",
@@ -59,6 +57,14 @@ def test_the_named_deployments_exist():
 def test_deployed_runs_have_the_environment_of_commands():
     for deployment in DEPLOYMENTS.values():
         assert deployment["work_pool"]["job_variables"]["env"] == ENVIRONMENT
+
+
+def test_what_make_exports_has_the_values_of_commands():
+    """MkDocs alone has a variable of its own."""
+    exported = dict(re.findall(r"^export (\w+) = (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert exported.pop("NO_MKDOCS_2_WARNING") == "1"
+    assert exported == {name: ENVIRONMENT[name] for name in exported}
+    assert len(exported) == 5
 
 
 @pytest.mark.parametrize("name", DEPLOYMENTS)
@@ -89,13 +95,10 @@ TRAIN = {
     "end-to-end",
     "recurring",
     "backfill",
-    "compare",
     "backtest",
     "sweep",
-    "placement",
     "sharding",
     "characterize",
-    "size",
     "estimate",
     "replay",
     "release",

@@ -107,7 +107,7 @@ def find_own_server(home: Path) -> str | None:
     """Returns the address of the Prefect server that `make ui` runs for a home on this machine. None: it runs none."""
     for lock in (home / "prefect").glob(_mark(Path(), "*").name):
         address = f"http://{HOST}:{lock.stem.rpartition('-')[2]}/api"
-        if _is_held(lock) and answers(address):
+        if is_held(lock) and answers(address):
             return address
     return None
 
@@ -174,7 +174,7 @@ def find_secret(address: str, *homes: Path) -> str | None:
     except ValueError as error:
         raise ConfigError("PREFECT_API_URL", "the address of a server", f"{error}", "Correct it.") from None
     folders = [home / "prefect" for home in homes]
-    serving = [folder for folder in folders if host == HOST and port and _is_held(_mark(folder, port))]
+    serving = [folder for folder in folders if host == HOST and port and is_held(_mark(folder, port))]
     given = os.environ.get(VARIABLE)
     if given is None:
         return read_secret(serving[0]) if serving else None
@@ -191,7 +191,7 @@ def _read_quietly(path: Path) -> str | None:
         return None
 
 
-def _is_held(lock: Path) -> bool:
+def is_held(lock: Path) -> bool:
     """Whether a process holds a lock. The kernel releases it when that process ends."""
     try:
         with lock.open("rb") as file:

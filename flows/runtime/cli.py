@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import yaml
@@ -29,7 +28,7 @@ from pydantic import TypeAdapter, ValidationError
 from flows.runtime.access import authenticated, find_own_server, server_address
 from flows.runtime.dlrm import parameters_of
 from flows.runtime.environment import make_private
-from flows.runtime.front import is_plain
+from flows.runtime.plain import is_plain
 from flows.runtime.private import hide, remember
 from flows.runtime.remedies import complete, note_path
 from flows.runtime.server import Process, TemporaryServer
@@ -38,7 +37,7 @@ from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
 from pipeline.errors import ConfigError, ContractError
-from pipeline.jobs.warm_up import FinishedNote, load_stores, start_fork_servers
+from pipeline.jobs.warm_up import load_stores, start_fork_servers
 from pipeline.processes.process import loading
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
@@ -69,7 +68,7 @@ def main(
         The exit code: 0 for ok and skipped, else 1.
     """
     debug = "--debug" in words
-    signal.signal(signal.SIGTERM, _interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run(flow, [word for word in words if word != "--debug"], read, without_config, debug, process)
     except KeyboardInterrupt:
@@ -77,9 +76,7 @@ def main(
         how = "cancelled at the Prefect server" if ending is not None and ending.cancelled.is_set() else "interrupted"
         result = {"status": "failed", "error": f"{how}; run the same command again to go on."}
     except Exception as error:  # whatever went wrong, the caller gets one sentence and a result line
-        if debug:
-            print(hide(traceback.format_exc()), file=sys.stderr)
-        result = {"status": "failed", "error": complete(hide(sentence(error)))}
+        result = {"status": "failed", "error": describe_error(error, debug)}
     sys.stderr.flush()
     if result["status"] == "failed":
         print(f"error: {result['error']}", file=sys.stderr)
@@ -112,12 +109,9 @@ def run(
     server = None if plain or address is not None else start_server(config, process)
     if server is None and process is not None:
         process.kill()
-    note = None
-    if isinstance(flow, str) and name in TRAINING and isinstance(config, RunConfig):
-        note = FinishedNote(name, config, parameters)
-        if not note.holds():
-            start_fork_servers(config)
     if isinstance(flow, str):
+        if name in TRAINING and isinstance(config, RunConfig):
+            start_fork_servers(config)
         flow = import_flow(flow, plain)
     check_types(parameters, getattr(flow, "fn", flow))
     if "overrides" in known:  # the config has them, too; a replay asks for them
@@ -137,8 +131,6 @@ def run(
         elif plain:  # most of its time is imports, also those in functions
             stack.enter_context(loading())
         result: Result = flow(config=config, **parameters)
-    if note is not None and (result["status"] == "skipped" or (name, result["status"]) == ("train", "ok")):
-        note.write()
     return result
 
 
@@ -231,9 +223,6 @@ def parse(words: Sequence[str], known: Sequence[str]) -> tuple[dict[str, Any], d
             value = parse_yaml(text)
         except yaml.YAMLError:
             value = text
-        if key == "again" and "force" in known:
-            log.warning("again=%s is called force=%s now; the former name goes with the next version.", text, text)
-            key = "force"
         if "." in key or (key not in known and key in RunConfig.model_fields):
             overrides[key] = value
         elif key in known:
@@ -259,6 +248,13 @@ def check_types(parameters: Mapping[str, Any], function: Callable[..., Any]) -> 
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Input should be ")
             raise ConfigError(f"argument '{name}'", reason, f"{value!r:.80}", "Correct the value.") from None
+
+
+def describe_error(error: BaseException, debug: bool) -> str:
+    """Returns the error at hand as one line without credentials. Prints its traceback, too, if `debug`."""
+    if debug:
+        print(hide(traceback.format_exc()), file=sys.stderr)
+    return complete(hide(sentence(error)))
 
 
 def sentence(error: BaseException) -> str:
@@ -303,7 +299,3 @@ def _is_no_failure(record: logging.LogRecord) -> bool:
         return True
     record.exc_info, record.exc_text = None, None
     return FAILED.match(str(record.msg)) is None
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

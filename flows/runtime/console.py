@@ -34,7 +34,7 @@ from prefect.runtime import flow_run
 from prefect.utilities.callables import ParameterSchema, parameter_schema
 from prefect.utilities.hashing import file_hash
 
-from flows.runtime.dlrm import FORMER, commands
+from flows.runtime.dlrm import commands
 from flows.runtime.ending import interruptible, reporting, resume_interrupt
 from flows.runtime.private import hide, hiding, mask
 from pipeline.config import RunConfig
@@ -83,7 +83,7 @@ class PrefectConsole(Console):
         before the tag and other projects' flows of the same name.
         """
         ended = FlowRunFilter(end_time=FlowRunFilterEndTime(before_=before), tags=FlowRunFilterTags(all_=[TAG]))
-        ours = FlowFilterName(any_=[name.replace("_", "-") for name in [*commands(), *FORMER]])
+        ours = FlowFilterName(any_=[name.replace("_", "-") for name in commands()])
         count = 0
         with get_client(sync_client=True) as client:
             while runs := client.read_flow_runs(
@@ -234,7 +234,7 @@ class RunPage:
                         self.logger.debug("progress of %s is not on the run's page: %s", what, error)
 
     def _remove(self) -> None:
-        """A bar at 100 % says nothing, and hides what a run has made."""
+        """Removes finished progress bars. They crowd out the artifacts of the run."""
         try:
             with get_client(sync_client=True) as client:
                 for made in self.made.values():

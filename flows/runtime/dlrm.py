@@ -20,7 +20,6 @@ PURPOSES = {
     "Operate": ("clean", "deploy", "doctor", "examples", "ui", "reference"),
 }
 """Commands by what they are for."""
-FORMER = {"compare": "backtest", "placement": "sharding", "size": "estimate"}
 MOST_USED = (
     ("training.epochs=2", "passes over the training rows"),
     ("training.batch_rows=4096", "rows of a global batch"),
@@ -54,12 +53,12 @@ def main(words: list[str] | None = None) -> None:
         say("\n".join(complete(os.environ.get("COMP_LINE", ""))))
         return
     name = given[0].replace("-", "_")
-    if name not in (*commands(), *FORMER):
+    if name not in commands():
         close = difflib.get_close_matches(name, commands(), n=1)
         hint = f"Did you mean '{close[0]}'?" if close else "dlrm --help lists the commands."
         sys.exit(f"error: '{given[0]}' is no command. {hint}")
     if {"-h", "--help"} & set(given[1:]):
-        say(describe(FORMER.get(name, name)))
+        say(describe(name))
         return
     sys.argv = [f"dlrm {given[0]}", *given[1:]]
     runpy.run_module(f"flows.{name}", run_name="__main__", alter_sys=True)
@@ -85,7 +84,7 @@ def complete(line: str) -> list[str]:
     if len(before) < 2:
         return [f"{name} " for name in commands() if name.startswith(word)]
     name = before[1].replace("-", "_")
-    if len(before) == 2 or FORMER.get(name, name) not in commands():
+    if len(before) == 2 or name not in commands():
         return []
     from pipeline.config.keys import list_keys
 
@@ -140,7 +139,6 @@ def parameters_of(name: str) -> list[str]:
         >>> parameters_of("rollback")
         ['config', 'overrides']
     """
-    name = FORMER.get(name, name)
     module = _module(name)
     [flow] = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name]
     return [argument.arg for argument in flow.args.args]

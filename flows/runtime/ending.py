@@ -22,7 +22,7 @@ from flows.runtime.remedies import complete, complete_error
 from pipeline.errors import ContractError
 from pipeline.jobs.outcome import describe_outcome
 
-SECONDS_BETWEEN_LOOKS = 5.0
+SECONDS_BETWEEN_POLLS = 5.0
 FAILURE = "failed: "
 """Begins a line about an error."""
 STOPPED = "Stopped by an interrupt. The same command goes on where this one ended."
@@ -45,7 +45,7 @@ def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in ("prefect.flow_runs", "prefect.task_runs"):
             logging.getLogger(name).addFilter(_shorten)
         try:
-            with _heeding_cancellation():
+            with watching_for_cancellation():
                 result = function(*args, **kwargs)
         except (KeyboardInterrupt, CancelledRun):
             return Cancelled(message=STOPPED)
@@ -96,14 +96,14 @@ def resume_interrupt(found: Any) -> Any:
 
 
 @contextmanager
-def _heeding_cancellation() -> Iterator[None]:
+def watching_for_cancellation() -> Iterator[None]:
     """Interrupts this process if somebody cancels its run at the server. For deployed runs, the worker does this."""
     is_main = threading.current_thread() is threading.main_thread()  # others get no signals
     if not (others_can_cancel and is_main) or deployment.id is not None or is_inside_another():
         yield
         return
     ended, context = threading.Event(), contextvars.copy_context()  # which server it is
-    thread = threading.Thread(target=context.run, args=(_look, UUID(flow_run.id), ended), daemon=True)
+    thread = threading.Thread(target=context.run, args=(_poll_run_state, UUID(flow_run.id), ended), daemon=True)
     # Not SIGINT: a command that a shell runs in the background ignores it.
     signal.signal(signal.SIGUSR1, signal.default_int_handler)
     thread.start()
@@ -114,8 +114,8 @@ def _heeding_cancellation() -> Iterator[None]:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def _look(run: UUID, ended: threading.Event) -> None:
-    while not ended.wait(SECONDS_BETWEEN_LOOKS):
+def _poll_run_state(run: UUID, ended: threading.Event) -> None:
+    while not ended.wait(SECONDS_BETWEEN_POLLS):
         with suppress(Exception), get_client(sync_client=True) as client:  # an unreachable server cancels nothing
             state = client.read_flow_run(run).state
             if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED) and not ended.is_set():

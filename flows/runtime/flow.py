@@ -23,10 +23,8 @@ from pipeline.jobs.workspace import Workspace
 
 LOGGERS = ("dlrm", "prefect.flow_runs", "prefect.task_runs")
 """What runs log to."""
-WAITS = (60.0, 300.0, 1800.0)
-"""Seconds before a deployed run tries again, by attempt."""
-MAKING = ("ingest", "train", "end-to-end", "recurring", "score")
-"""Flows after which the age of the champion is looked at."""
+RETRY_DELAYS_SECONDS = (60.0, 300.0, 1800.0)
+"""How long a deployed run waits before it tries again, by attempt."""
 without_prefect = False
 """Set by the command line before it imports a flow file: flows are plain functions then, and steps plain calls."""
 
@@ -37,7 +35,7 @@ def flow(name: str) -> Callable[[Callable[..., Any]], Any]:
         return lambda function: function
     from flows.runtime.console import PrivateFlow
 
-    return lambda function: PrivateFlow(telling(name, try_again(function)), name=name)
+    return lambda function: PrivateFlow(notify_at_end(name, try_again(function)), name=name)
 
 
 def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +49,7 @@ def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         forced = signature.bind(*args, **kwargs).arguments.get("force", False)
-        for wait in () if forced else WAITS:
+        for wait in () if forced else RETRY_DELAYS_SECONDS:
             try:
                 return function(*args, **kwargs)
             except Exception as error:
@@ -66,8 +64,8 @@ def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a run tell people what came of it, as `home/notify.yaml` says, unless somebody watches it at a terminal.
+def notify_at_end(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Sends notifications when a run ends (see `home/notify.yaml`), except for runs at a terminal.
 
     A run inside another one leaves that to the outer one.
     """
@@ -86,16 +84,16 @@ def telling(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            tell_of_failure(name, given.arguments, error)
+            notify_failure(name, given.arguments, error)
             raise
-        tell_of_result(name, given.arguments, result)
+        notify_result(name, given.arguments, result)
         return result
 
     return run
 
 
-def tell_of_failure(name: str, given: Mapping[str, Any], error: Exception) -> None:
-    """Tells people that a run has failed."""
+def notify_failure(name: str, given: Mapping[str, Any], error: Exception) -> None:
+    """Sends the notification of a failed run."""
     config = given.get("config", "")
     with suppress(ConfigError):  # a home of that name cannot be
         home = config.home_path if isinstance(config, RunConfig) else home_path(".dlrm")
@@ -108,8 +106,8 @@ def tell_of_failure(name: str, given: Mapping[str, Any], error: Exception) -> No
         Notifier(home, logging.getLogger("dlrm").warning).tell([describe_failure(name, shown, complete(hide(text)))])
 
 
-def tell_of_result(name: str, given: Mapping[str, Any], result: Any) -> None:
-    """Tells people of held days, rejected models, and of a champion that is stale or badly calibrated."""
+def notify_result(name: str, given: Mapping[str, Any], result: Any) -> None:
+    """Sends notifications of held days, rejected models, and of a champion that is stale or badly calibrated."""
     warn = logging.getLogger("dlrm").warning
     try:
         config = given["config"]
@@ -121,9 +119,9 @@ def tell_of_result(name: str, given: Mapping[str, Any], result: Any) -> None:
             return
         gate = config.gate
         messages = [*list_messages(name, config.name, result, (gate.calibration_low, gate.calibration_high))]
-        stale = find_stale(Workspace(config), settings.stale_days) if name in MAKING else None
-        found = [*messages, *([stale] if stale else [])]
-        Notifier(config.home_path, warn).tell([one.model_copy(update={"text": complete(one.text)}) for one in found])
+        if name in ("ingest", "train", "end-to-end", "recurring", "score"):  # every night, one of them runs
+            messages += filter(None, [find_stale(Workspace(config), settings.stale_days)])
+        Notifier(config.home_path, warn).tell([one.model_copy(update={"text": complete(one.text)}) for one in messages])
     except Exception as error:  # the run has its own result
         warn("nobody was told: %s", hide(one_line(error)))
 

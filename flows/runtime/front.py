@@ -12,17 +12,8 @@ from typing import Any, NoReturn
 
 from flows.runtime.dlrm import describe, say
 from flows.runtime.environment import keep_private, set_environment
+from flows.runtime.plain import probably_needs_server
 from flows.runtime.server import start_loading
-
-PLAIN: dict[str, tuple[str, ...]] = {
-    "checkpoint": ("list", "verify"),
-    "features": ("list", "show", "propose", "history"),
-    "layout": ("propose", "measure"),
-    "promote": (),
-    "report": (),
-    "rollback": (),
-}
-"""Commands that run without Prefect unless a server is named, by their actions: they read, or move an alias."""
 
 
 def command(
@@ -35,6 +26,21 @@ def command(
         read: Makes a config of a file and overrides. None: `pipeline.config.load`.
         without_config: What to read where no file is given; None: a file is required.
     """
+
+    def main(words: Sequence[str]) -> int:
+        process = None
+        if probably_needs_server(name, words):
+            process = start_loading()
+            atexit.register(process.kill)
+        from flows.runtime import cli
+
+        return cli.main(name, words, read or cli.load, without_config, process)
+
+    run_main(name, main)
+
+
+def run_main(name: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Runs the main function of `flows/NAME.py`, which returns the exit code, and ends the process."""
     set_environment()
     keep_private()
     words = sys.argv[1:]
@@ -45,33 +51,6 @@ def command(
     # Registered first, so it runs last. The teardown of the interpreter takes a second once PyTorch is loaded, and
     # DuckDB prints a page about leaks in it.
     atexit.register(lambda: os._exit(codes[0] if codes else 1))
-    process = None
-    if probably_needs_server(name, words):
-        process = start_loading()
-        atexit.register(process.kill)
-    from flows.runtime import cli
-
-    codes.append(cli.main(name, words, read or cli.load, without_config, process))
+    codes.append(main(words))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the servers takes a moment, and the result stands
     sys.exit(codes[0])
-
-
-def probably_needs_server(name: str, words: Sequence[str]) -> bool:
-    """Says whether a command will start a temporary server, as far as this is known before the config is read.
-
-    Example:
-        >>> probably_needs_server("rollback", ["a.yaml"]), probably_needs_server("train", [])
-        (False, False)
-    """
-    return bool(words) and name not in PLAIN and not os.environ.get("PREFECT_API_URL")
-
-
-def is_plain(name: str, parameters: Mapping[str, Any]) -> bool:
-    """Says whether a command can do without Prefect.
-
-    Example:
-        >>> is_plain("features", {"action": "set"}), is_plain("features", {"name": "price"}), is_plain("train", {})
-        (False, True, False)
-    """
-    actions = PLAIN.get(name)
-    return actions is not None and (not actions or parameters.get("action", actions[0]) in actions)

@@ -1,5 +1,6 @@
-"""The temporary Prefect server of a command that has no other."""
+"""The temporary Prefect server of a command that has no other, and its process: `python -m flows.runtime.server`."""
 
+import importlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,15 +18,19 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from flows.runtime.access import make_secret, protect
+from flows.runtime.access import SERVERS, header, make_secret, protect
 from pipeline.errors import ConfigError
-from pipeline.processes.process import die_with_parent
+from pipeline.processes.process import die_with_parent, loading
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
 """Time for the server to write what it holds. Then it is killed."""
+TRIES, SECONDS_BETWEEN_TRIES = 200, 0.02
+"""Of the server's request to itself."""
+LIBRARIES = ("docket", "fastapi", "httpx", "jsonschema", "pydantic_settings", "sqlalchemy.ext.asyncio", "uvicorn")
+"""What Prefect's server imports and what reads none of Prefect's settings."""
 Process = subprocess.Popen[bytes]
 
 
@@ -36,7 +42,7 @@ def start_loading() -> Process:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
-            [sys.executable, "-m", "flows.runtime.server_process"],
+            [sys.executable, "-m", __spec__.name],
             env=os.environ | {"PYTHONPATH": paths}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
@@ -170,3 +176,47 @@ class TemporaryServer:
         with suppress(BrokenPipeError), process.stdin as pipe:  # `wait` sees that it has ended
             pipe.write(json.dumps(given).encode() + b"\n")
         return process
+
+
+def main() -> None:
+    """Loads libraries at once, then serves until it is terminated as the line in standard input says.
+
+    The line is JSON with `log`, `environment`, `address` of the API and `options`, those of uvicorn. Without one, the
+    process ends.
+    """
+    with loading():
+        for name in LIBRARIES:
+            with suppress(ImportError):  # the server imports it again, and its log has the error
+                importlib.import_module(name)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        given = json.loads(line)
+        with open(given["log"], "wb") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        os.environ.update(given["environment"])
+        importlib.import_module("prefect.server.api.server")
+        uvicorn = importlib.import_module("uvicorn")
+    threading.Thread(target=ask_first, args=(given["address"], given["environment"][SERVERS]), daemon=True).start()
+    uvicorn.main(given["options"])
+
+
+def ask_first(address: str, secret: str) -> None:
+    """Asks the server for its version. FastAPI prepares all routes at the first request that it looks up.
+
+    This takes 0.3 s, in which the command may still import.
+
+    Args:
+        address: The API's.
+    """
+    request = urllib.request.Request(f"{address}/admin/version", headers=header(secret))
+    with loading():
+        for _ in range(TRIES):
+            with suppress(OSError), urllib.request.urlopen(request, timeout=60):
+                return
+            time.sleep(SECONDS_BETWEEN_TRIES)
+
+
+if __name__ == "__main__":
+    main()

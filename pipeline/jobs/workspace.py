@@ -226,9 +226,8 @@ def exclusive_dir(folder: Path) -> Iterator[Path]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        raise ConfigError(
-            f"'{folder.name}'", "one process at a time", "another one at work in it", "Wait until it ends, or stop it."
-        ) from None
+        problem = f"run folder '{folder.name}' is in use by another process"
+        raise ConfigError.of(problem, "Wait for it or stop it.") from None
     try:
         yield folder
     finally:

@@ -187,7 +187,7 @@ class Supervisor:
         elif number == self.current.number and not self.started:
             one = self.current.version
             remedy = "Restore its files from a copy, or serve another version: version=N."
-            raise RegistryError(f"model '{one.model}', version {one.version}", "one that loads", reason, remedy)
+            raise RegistryError.of(f"model '{one.model}' version {one.version} cannot be loaded: {reason}", remedy)
         elif number == self.current.number:
             server.process.kill()  # it is replaced, which loads the version again
 
@@ -248,8 +248,8 @@ class Supervisor:
             if server.serving is None:
                 self.deaths += 1
                 if self.deaths >= ATTEMPTS:
-                    remedy = "Its messages are above."
-                    raise ConfigError("process of the server", "one that answers", f"exit code {code}", remedy)
+                    problem = f"a server process exited with code {code} before answering"
+                    raise ConfigError.of(problem, "See its output above.")
             log.warning("process %s ended with code %s and is replaced", server.process.pid, code)
             self.metrics.restarts.inc()
             self._start()

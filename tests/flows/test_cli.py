@@ -277,9 +277,3 @@ def test_fault_33_prefect_reads_no_stored_results() -> None:
             assert value.cache_policy == NO_CACHE, value.name
             assert value.cache_key_fn is None, value.name
     assert (PREFECT_RESULTS_PERSIST_BY_DEFAULT.value(), PREFECT_RESULTS_DEFAULT_SERIALIZER.value()) == (False, "json")
-
-
-def test_the_former_name_of_force_still_works(caplog: pytest.LogCaptureFixture) -> None:
-    former = "again"
-    assert parse([f"{former}=true"], INGEST) == ({}, {"force": True})
-    assert caplog.messages == [f"{former}=true is called force=true now; the former name goes with the next version."]

@@ -1,30 +1,16 @@
-"""The doctor names every fault of an installation and every stuck run, with the remedy."""
+"""The doctor names every fault of an installation, with the remedy."""
 
 import ast
-import asyncio
-import datetime
-import importlib.util
 import json
-import socket
-import sqlite3
 import subprocess
 import sys
-import uuid
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from alembic.script import ScriptDirectory
 from filelock import FileLock
-from prefect.client.orchestration import get_client
-from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelling, Pending, Scheduled
 
 from flows import doctor
-from flows.ingest import ingest
-from pipeline.jobs.outcome import MLFLOW_ADDRESS
 
-HOUR = datetime.timedelta(hours=1)
 GOOD = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
 
 
@@ -91,23 +77,6 @@ def test_a_full_disk(tmp_path):
     assert doctor.space("disk", tmp_path, 2**60, "Free some space.").remedy == "Free some space."
 
 
-def test_a_port_in_use():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        found = doctor.port_free("MLflow", port)
-    assert (found.ok, found.found) == (False, "in use (MLflow)")
-    assert f"make ui MLFLOW_PORT={port + 1}" in found.remedy
-
-
-def test_a_server_that_does_not_answer():
-    found = doctor.reachable("PREFECT_API_URL", "/health", {"PREFECT_API_URL": "http://127.0.0.1:9/api"})
-    assert not found.ok
-    assert found.remedy == "Start that server, or unset PREFECT_API_URL to run embedded."
-    assert doctor.reachable("PREFECT_API_URL", "/health", {}).ok
-
-
 def test_a_missing_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nic7")
     assert "'nic7' is absent" in doctor.loopback().remedy
@@ -125,64 +94,6 @@ def test_a_bad_filter_in_a_config_is_shown(tmp_path):
     found = doctor.configuration(str(tmp_path / "bad.yaml"))
     assert not found.ok
     assert found.found.startswith("filter '1=1; drop table x': expected comparisons of columns with constants")
-
-
-@pytest.fixture
-def runs(prefect):
-    """Returns runs by name: one taken by a worker, one an hour late, one due in an hour, and one cancelled."""
-
-    async def make():
-        now = datetime.datetime.now(datetime.UTC)
-        states = {
-            "handed": Pending(),
-            "late": Scheduled(scheduled_time=now - HOUR),
-            "due": Scheduled(scheduled_time=now + HOUR),
-            "cancelled": Cancelling(),
-        }
-        async with get_client() as client:
-            return {
-                name: (await client.create_flow_run(ingest, name=f"{name} {uuid.uuid4()}", state=state))
-                for name, state in states.items()
-            }
-
-    async def remove(made):
-        async with get_client() as client:
-            for run in made.values():
-                await client.delete_flow_run(run.id)
-
-    made = asyncio.run(make())
-    yield made
-    asyncio.run(remove(made))
-
-
-def test_stuck_runs_are_named_with_their_remedy(runs):
-    found = {check.name: check for check in doctor.stuck_runs(environment(), Path("none"), patience_seconds=0.0)}
-    handed = found[f"run '{runs['handed'].name}'"]
-    assert (handed.ok, handed.found.endswith(", not started")) == (False, True)
-    assert (
-        handed.remedy
-        == f"Its worker is gone. End it: `prefect flow-run cancel {runs['handed'].id}`, then run it again."
-    )
-    late = found[f"run '{runs['late'].name}'"]
-    assert (late.ok, late.found.endswith(", no worker"), late.remedy) == (False, True, "Start one: `make worker`.")
-    assert f"run '{runs['due'].name}'" not in found
-    cancelled = found[f"run '{runs['cancelled'].name}'"]
-    assert (cancelled.ok, cancelled.remedy) == (False, "End its process. Set it to Cancelled on its page.")
-
-
-def test_a_run_that_was_just_taken_is_fine(runs):
-    names = [check.name for check in doctor.stuck_runs(environment(), Path("none"))]
-    assert f"run '{runs['handed'].name}'" not in names
-    assert f"run '{runs['late'].name}'" in names
-
-
-@pytest.mark.parametrize("server", [{}, {"PREFECT_API_URL": "http://127.0.0.1:9/api"}])
-def test_without_a_server_there_are_no_findings(server):
-    assert doctor.stuck_runs(server, Path("none")) == []
-
-
-def environment() -> dict[str, str]:
-    return {"PREFECT_API_URL": PREFECT_API_URL.value()}
 
 
 def test_another_python_is_named_alone(tmp_path, monkeypatch, capsys):
@@ -211,45 +122,6 @@ def test_an_old_python_is_named_without_a_traceback():
         f"error: {sys.executable}: expected Python 3.11, 3.12 or 3.13, got 3.9.18. "
         "Use .venv/bin/python, which `make setup` makes.\n",
     )
-
-
-def test_the_ports_are_those_of_make_ui(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        names = [(check.name, check.ok) for check in doctor.ui_ports(tmp_path, None, (port, port + 1))]
-        assert names[0] == (f"port {port}", False)
-        assert names[1][0] == f"port {port + 1}"
-    (tmp_path / "ui").mkdir()
-    (tmp_path / "ui" / MLFLOW_ADDRESS).write_text("http://127.0.0.1:5310\n")
-    [running] = doctor.ui_ports(tmp_path, "http://127.0.0.1:4310/api", (4200, 5000))
-    assert (running.ok, running.found) == (True, "Prefect http://127.0.0.1:4310, MLflow http://127.0.0.1:5310")
-
-
-@pytest.mark.parametrize(("step", "found"), [(-2, "of an earlier MLflow"), (None, "of a later MLflow")])
-def test_a_database_of_another_mlflow_is_named(tmp_path, step, found):
-    known = doctor.read_mlflow_versions()
-    (tmp_path / "mlflow").mkdir()
-    assert doctor.mlflow_tables(tmp_path).ok
-    for version in ("f00", known[-1]) if step is None else (known[step], known[-1]):
-        with closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as database, database:
-            database.execute("CREATE TABLE IF NOT EXISTS alembic_version (version_num)")
-            database.execute("DELETE FROM alembic_version")
-            database.execute("INSERT INTO alembic_version VALUES (?)", [version])
-        check = doctor.mlflow_tables(tmp_path)
-        assert check.ok is (version == known[-1])
-        assert check.ok or check.found == found
-        assert ("mlflow db upgrade" in check.remedy) is (found == "of an earlier MLflow" and not check.ok)
-
-
-def test_the_newest_tables_of_mlflow_are_its_own_head():
-    folder = Path(importlib.util.find_spec("mlflow").origin).parent / "store" / "db_migrations"
-    assert doctor.read_mlflow_versions()[-1] == ScriptDirectory(str(folder)).get_current_head()
-
-
-def test_both_know_where_make_ui_leaves_its_address():
-    assert doctor.MLFLOW_ADDRESS == MLFLOW_ADDRESS
 
 
 @pytest.mark.slow

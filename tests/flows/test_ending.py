@@ -84,7 +84,7 @@ def test_a_command_heeds_that_its_run_is_cancelled_at_the_server(
     prefect: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ending, "others_can_cancel", True)
-    monkeypatch.setattr(ending, "SECONDS_BETWEEN_LOOKS", 0.05)
+    monkeypatch.setattr(ending, "SECONDS_BETWEEN_POLLS", 0.05)
     monkeypatch.setattr(ending, "cancelled", threading.Event())
 
     def work() -> None:

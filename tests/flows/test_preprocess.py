@@ -222,7 +222,7 @@ def test_a_second_process_is_refused(at_home: Path, command: Callable[..., Any])
         1,
         {
             "status": "failed",
-            "error": "'smoke': expected one process at a time, got another one at work in it. Wait until it ends, or stop it.",
+            "error": "run folder 'smoke' is in use by another process. Wait for it or stop it.",
         },
     )
 

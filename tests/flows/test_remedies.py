@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from flows.runtime import cli, remedies
-from flows.runtime.flow import tell_of_failure, tell_of_result
+from flows.runtime.flow import notify_failure, notify_result
 from pipeline.config import load
 from pipeline.errors import RegistryError
 
@@ -44,9 +44,9 @@ def test_a_message_to_people_names_the_path(tmp_path, monkeypatch):
     script = "import pathlib, sys; pathlib.Path(sys.argv[1]).open('a').write(sys.stdin.read())"
     told = tmp_path / "told"
     (tmp_path / "notify.yaml").write_text(json.dumps({"command": [sys.executable, "-c", script, str(told)]}))
-    tell_of_result("ingest", {"config": load(CONFIG)}, {"status": "ok", "held": ["2025-01-06"]})
+    notify_result("ingest", {"config": load(CONFIG)}, {"status": "ok", "held": ["2025-01-06"]})
     assert f"python -m flows.ingest {CONFIG} day=2025-01-06 force=true" in told.read_text()
-    tell_of_failure("train", {"config": load(CONFIG)}, ValueError("no"))
+    notify_failure("train", {"config": load(CONFIG)}, ValueError("no"))
     assert f"python -m flows.train {CONFIG}\n" in told.read_text(), "not the name of the config"
 
 

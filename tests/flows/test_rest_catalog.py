@@ -72,13 +72,13 @@ def test_a_wrong_token_is_one_sentence(keys: dict[str, Any], plain: Any) -> None
     with pytest.raises(ContractError) as caught:
         ingest(SMOKE, wrong)
     assert str(caught.value) == (
-        f"catalog at {wrong['warehouse.catalog']['uri']}: expected one that lets this user in, got "
+        f"cannot open the catalog at {wrong['warehouse.catalog']['uri']}: "
         "NotAuthorizedException: Not authorized. "
         "Check `warehouse.catalog`, its token or credential, and that the server runs."
     )
     wrong["warehouse.catalog"]["uri"] = f"http://user:secret@127.0.0.1:{free_port()}"
     with pytest.raises(
         ContractError,
-        match=r"catalog at http://127\.0\.0\.1:\d+: expected one that lets this user in, got Connection refused",
+        match=r"cannot open the catalog at http://127\.0\.0\.1:\d+: Connection refused",
     ):
         Workspace(load(SMOKE, wrong)).warehouse.catalog  # noqa: B018

@@ -64,7 +64,7 @@ def test_a_home_without_models_is_refused_and_stays_empty(tmp_path, monkeypatch,
         == "error: command line: expected the name of a model first, got nothing. Usage: dlrm serve NAME [key=value ...]"
     )
     assert second.startswith(f"error: model 'demo': expected a registry in {tmp_path}, got none. Train it first")
-    assert "expected a free one, got 'Address already in use'" in third
+    assert "Address already in use. Stop what listens there" in third
     assert list(tmp_path.iterdir()) == []
 
 

@@ -190,9 +190,8 @@ def listen(config: ServingConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        where = f"address {config.host}:{config.port}"
         remedy = f"Stop what listens there, or choose another: port={config.port + 1}."
-        raise ConfigError(where, "a free one", f"'{error.strerror}'", remedy) from None
+        raise ConfigError.of(f"cannot listen on {config.host}:{config.port}: {error.strerror}", remedy) from None
     listener.listen(BACKLOG)
     return listener
 

@@ -78,7 +78,7 @@ def failing(errors: list[Exception]) -> Callable[[], int]:
 @pytest.fixture
 def deployed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "is_deployed", lambda: True)
-    monkeypatch.setattr(flow, "WAITS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(flow, "RETRY_DELAYS_SECONDS", (0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)

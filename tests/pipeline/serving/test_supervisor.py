@@ -141,8 +141,8 @@ def test_no_process_outlives_the_server(running):
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("raise SystemExit(7)", "process of the server: expected one that answers, got exit code 7. Its messages are above."),
-        (PROCESS.replace("reason.exists()", "True").replace("reason.read_text()", "'no plan'"), "model 'm', version 1: expected one that loads, got no plan. Restore"),
+        ("raise SystemExit(7)", "a server process exited with code 7 before answering. See its output above."),
+        (PROCESS.replace("reason.exists()", "True").replace("reason.read_text()", "'no plan'"), "model 'm' version 1 cannot be loaded: no plan. Restore"),
     ],
 )  # fmt: skip
 def test_a_server_that_never_answers_ends(tmp_path, command, sentence):

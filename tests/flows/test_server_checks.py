@@ -1,0 +1,138 @@
+"""What the doctor says about servers, their databases and stuck runs, with the remedy."""
+
+import asyncio
+import datetime
+import importlib.util
+import socket
+import sqlite3
+import uuid
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from alembic.script import ScriptDirectory
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelling, Pending, Scheduled
+
+from flows.ingest import ingest
+from flows.runtime import server_checks
+from pipeline.jobs.outcome import MLFLOW_ADDRESS
+
+HOUR = datetime.timedelta(hours=1)
+
+
+def test_a_port_in_use():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = server_checks.port_free("MLflow", port)
+    assert (found.ok, found.found) == (False, "in use (MLflow)")
+    assert f"make ui MLFLOW_PORT={port + 1}" in found.remedy
+
+
+def test_a_server_that_does_not_answer():
+    found = server_checks.reachable("PREFECT_API_URL", "/health", {"PREFECT_API_URL": "http://127.0.0.1:9/api"})
+    assert not found.ok
+    assert found.remedy == "Start that server, or unset PREFECT_API_URL to run embedded."
+    assert server_checks.reachable("PREFECT_API_URL", "/health", {}).ok
+
+
+@pytest.fixture
+def runs(prefect):
+    """Returns runs by name: one taken by a worker, one an hour late, one due in an hour, and one cancelled."""
+
+    async def make():
+        now = datetime.datetime.now(datetime.UTC)
+        states = {
+            "handed": Pending(),
+            "late": Scheduled(scheduled_time=now - HOUR),
+            "due": Scheduled(scheduled_time=now + HOUR),
+            "cancelled": Cancelling(),
+        }
+        async with get_client() as client:
+            return {
+                name: (await client.create_flow_run(ingest, name=f"{name} {uuid.uuid4()}", state=state))
+                for name, state in states.items()
+            }
+
+    async def remove(made):
+        async with get_client() as client:
+            for run in made.values():
+                await client.delete_flow_run(run.id)
+
+    made = asyncio.run(make())
+    yield made
+    asyncio.run(remove(made))
+
+
+def test_stuck_runs_are_named_with_their_remedy(runs):
+    found = {check.name: check for check in server_checks.stuck_runs(environment(), Path("none"), patience_seconds=0.0)}
+    handed = found[f"run '{runs['handed'].name}'"]
+    assert (handed.ok, handed.found.endswith(", not started")) == (False, True)
+    assert (
+        handed.remedy
+        == f"Its worker is gone. End it: `prefect flow-run cancel {runs['handed'].id}`, then run it again."
+    )
+    late = found[f"run '{runs['late'].name}'"]
+    assert (late.ok, late.found.endswith(", no worker"), late.remedy) == (False, True, "Start one: `make worker`.")
+    assert f"run '{runs['due'].name}'" not in found
+    cancelled = found[f"run '{runs['cancelled'].name}'"]
+    assert (cancelled.ok, cancelled.remedy) == (False, "End its process. Set it to Cancelled on its page.")
+
+
+def test_a_run_that_was_just_taken_is_fine(runs):
+    names = [check.name for check in server_checks.stuck_runs(environment(), Path("none"))]
+    assert f"run '{runs['handed'].name}'" not in names
+    assert f"run '{runs['late'].name}'" in names
+
+
+@pytest.mark.parametrize("server", [{}, {"PREFECT_API_URL": "http://127.0.0.1:9/api"}])
+def test_without_a_server_there_are_no_findings(server):
+    assert server_checks.stuck_runs(server, Path("none")) == []
+
+
+def environment() -> dict[str, str]:
+    return {"PREFECT_API_URL": PREFECT_API_URL.value()}
+
+
+def test_the_ports_are_those_of_make_ui(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        names = [(check.name, check.ok) for check in server_checks.ui_ports(tmp_path, None, (port, port + 1))]
+        assert names[0] == (f"port {port}", False)
+        assert names[1][0] == f"port {port + 1}"
+    (tmp_path / "ui").mkdir()
+    (tmp_path / "ui" / MLFLOW_ADDRESS).write_text("http://127.0.0.1:5310\n")
+    [running] = server_checks.ui_ports(tmp_path, "http://127.0.0.1:4310/api", (4200, 5000))
+    assert (running.ok, running.found) == (True, "Prefect http://127.0.0.1:4310, MLflow http://127.0.0.1:5310")
+
+
+@pytest.mark.parametrize(("step", "found"), [(-2, "of an earlier MLflow"), (None, "of a later MLflow")])
+def test_a_database_of_another_mlflow_is_named(tmp_path, step, found):
+    versions = server_checks.read_mlflow_versions()
+    known = sorted(versions, key=lambda version: not versions[version])
+    (tmp_path / "mlflow").mkdir()
+    assert server_checks.mlflow_tables(tmp_path).ok
+    for version in ("f00", known[-1]) if step is None else (known[step], known[-1]):
+        with closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as database, database:
+            database.execute("CREATE TABLE IF NOT EXISTS alembic_version (version_num)")
+            database.execute("DELETE FROM alembic_version")
+            database.execute("INSERT INTO alembic_version VALUES (?)", [version])
+        check = server_checks.mlflow_tables(tmp_path)
+        assert check.ok is (version == known[-1])
+        assert check.ok or check.found == found
+        assert ("mlflow db upgrade" in check.remedy) is (found == "of an earlier MLflow" and not check.ok)
+
+
+def test_the_newest_tables_of_mlflow_are_its_own_head():
+    folder = Path(importlib.util.find_spec("mlflow").origin).parent / "store" / "db_migrations"
+    newest = [version for version, followed in server_checks.read_mlflow_versions().items() if not followed]
+    assert newest == [ScriptDirectory(str(folder)).get_current_head()]
+
+
+def test_both_know_where_make_ui_leaves_its_address():
+    assert server_checks.MLFLOW_ADDRESS == MLFLOW_ADDRESS
