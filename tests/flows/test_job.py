@@ -17,7 +17,7 @@ from pipeline.jobs.training.job import resolve_dataset, resolve_job, tag_inputs
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import find_versions
 from pipeline.transforms.joins import FeatureJoin
-from storage.days import IDENTITIES
+from storage.snapshot.days import IDENTITIES
 
 CONFIG = "configs/smoke.yaml"
 SMALL = {"source.generator.rows_per_day": 200, "source.generator.days": 2}

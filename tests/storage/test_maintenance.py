@@ -18,11 +18,11 @@ from pyiceberg.expressions.visitors import _ManifestEvalVisitor
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.config import WarehouseConfig
-from storage.days import EARLIER, identities, notes
 from storage.errors import CorruptFileError, StorageError
 from storage.maintenance import ExpireResult, drop_tags, expire, vacuum
 from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
+from storage.snapshot.days import EARLIER, identities, notes
 from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
 from pipeline.data.joined.sorting import SortedLayout, open_sorted
 from pipeline.data.joined.source import PinnedSource, SourceRows, contents_by_day, pin_sources
-from pipeline.data.joined.stored import to_micros
 from pipeline.data.selection import Selection
+from pipeline.data.stored import to_micros
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.joins import EventWindow, FeatureJoin, History
 from storage.config import WarehouseConfig
