@@ -28,8 +28,8 @@ from pyiceberg.table.update import (
     ValidatableTableRequirement,
 )
 
-from storage.days import to_properties
 from storage.errors import ConflictError, StorageError
+from storage.snapshot.days import to_properties
 from storage.snapshot.files import SnapshotRef
 from storage.warehouse import Warehouse
 

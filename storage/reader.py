@@ -21,9 +21,9 @@ from pyiceberg.table import Table
 
 from storage.config import DAY as DAY
 from storage.errors import CorruptFileError, StorageError, closest_names
-from storage.footer import SUFFIX
 from storage.layout.spec import Layout
 from storage.pages.columns import read_columns
+from storage.pages.footer import SUFFIX
 from storage.pages.ranges import Range, RangeFile, find_chunks, merge_ranges
 from storage.snapshot.files import (
     FILES_AT_A_TIME,

@@ -30,7 +30,15 @@ from pyiceberg.utils.config import Config
 
 from storage.arrow import family_of, is_same_type
 from storage.config import NAME, WarehouseConfig, find_owner
-from storage.days import (
+from storage.errors import ConflictError, StorageError, UnknownCommitError, reading_metadata
+from storage.keys import expand_keys, map_names
+from storage.layout.spec import Layout
+from storage.objects import add_variables, send_lengths
+from storage.reader import DAY, SnapshotReader, SnapshotRef
+from storage.snapshot.catalog import ParsedOnceCatalog
+from storage.snapshot.commit import CachedTransaction, ReplacedDays
+from storage.snapshot.dating import days_filter
+from storage.snapshot.days import (
     CONTENTS,
     IDENTITIES,
     NOTES,
@@ -40,14 +48,6 @@ from storage.days import (
     notes,
     row_hashes_by_files,
 )
-from storage.errors import ConflictError, StorageError, UnknownCommitError, reading_metadata
-from storage.keys import expand_keys, map_names
-from storage.layout.spec import Layout
-from storage.objects import add_variables, send_lengths
-from storage.reader import DAY, SnapshotReader, SnapshotRef
-from storage.snapshot.catalog import ParsedOnceCatalog
-from storage.snapshot.commit import CachedTransaction, ReplacedDays
-from storage.snapshot.dating import days_filter
 from storage.snapshot.files import DayFile, data_files, day_of, refuse_format, rule_of, schema_at, snapshot_at
 from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot
 from storage.snapshot.left_out import LeftOut, ReadCache

@@ -23,9 +23,9 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DateType, TimestampType, TimestamptzType
 
 from storage.errors import StorageError
-from storage.footer import SUFFIX, FooterSink
 from storage.keys import is_key, map_names
 from storage.layout.spec import Layout
+from storage.pages.footer import SUFFIX, FooterSink
 from storage.reader import DAY
 
 MARK = b"dlrm.layout"

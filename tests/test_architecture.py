@@ -1,10 +1,12 @@
 """Arrows point down: every import of the product is parsed, and a stray one fails."""
 
 import ast
+import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +40,76 @@ HEAVY = {"torch", "torchrec", "mlflow", "numpy", "numba", "pyarrow", "pyiceberg"
 """Libraries that reading a config must not import."""
 ORCHESTRATION = {"prefect"}
 """Libraries that only flows/ may import."""
+CLOSING = {
+    ("flows.runtime.front", "flows.runtime.cli"),
+    ("pipeline.preprocessing.transport.source", "pipeline.preprocessing.client"),
+}
+"""Imports that close a circle of files. The list may only shrink."""
+SHARED = {"pipeline", "pipeline/jobs"}
+"""Rooms whose modules are for the rooms inside: errors, and a job's workspace and console. They import none of these."""
+UPWARD = {
+    ("pipeline/data/joined", "pipeline/data"),
+    ("pipeline/extraction/public", "pipeline/extraction"),
+    ("pipeline/preprocessing/cache", "pipeline/preprocessing"),
+    ("pipeline/preprocessing/transport", "pipeline/preprocessing"),
+    ("pipeline/training/tables", "pipeline/training"),
+    ("pipeline/transforms/kernels", "pipeline/transforms"),
+    ("pipeline/transforms/kernels", "pipeline/transforms/ops"),
+    ("pipeline/transforms/ops", "pipeline/transforms"),
+    ("pipeline/transforms/plan", "pipeline/transforms"),
+    ("storage/layout", "storage"),
+    ("storage/pages", "storage"),
+    ("storage/snapshot", "storage"),
+}
+"""(Room, room around it that it imports), and pairs of rooms that import each other. The list may only shrink."""
+CROSSING = {"benchmarks", "engines", "fuzz", "hosts", "simulation"}
+"""Folders of tests/ that are no part of the product's tree."""
+TOPICS = {
+    "flows/test_cache.py",
+    "flows/test_calibrating.py",
+    "flows/test_gate.py",
+    "flows/test_histories.py",
+    "flows/test_job.py",
+    "flows/test_maps.py",
+    "flows/test_outage.py",
+    "flows/test_paths.py",
+    "flows/test_quality.py",
+    "flows/test_readme.py",
+    "flows/test_rest_catalog.py",
+    "flows/test_scoring_benchmark.py",
+    "flows/test_servers.py",
+    "flows/test_serving.py",
+    "flows/test_shared_catalog.py",
+    "flows/test_source_table.py",
+    "flows/test_thinned.py",
+    "flows/test_workload.py",
+    "pipeline/data/joined/test_histories.py",
+    "pipeline/extraction/test_outcomes.py",
+    "pipeline/jobs/ingest/test_events.py",
+    "pipeline/jobs/recurring/test_judging_days.py",
+    "pipeline/jobs/recurring/test_serving_days.py",
+    "pipeline/jobs/training/test_takeover.py",
+    "pipeline/preprocessing/test_chaos.py",
+    "pipeline/preprocessing/test_quarantine.py",
+    "pipeline/preprocessing/test_sessions.py",
+    "pipeline/preprocessing/test_weights.py",
+    "pipeline/test_bad_input.py",
+    "pipeline/test_full_disk.py",
+    "pipeline/test_shared_lists.py",
+    "pipeline/training/test_options.py",
+    "pipeline/training/test_weights.py",
+    "pipeline/transforms/test_absent.py",
+    "storage/test_append.py",
+}
+"""Tests of what no single module does: a topic across modules, or a whole command. The list may only shrink."""
+BORROWING = {
+    "flows/test_scoring_benchmark.py",
+    "flows/test_train.py",
+    "hosts/test_external.py",
+    "pipeline/evaluation/test_gate.py",
+    "pipeline/transforms/test_ops.py",
+}
+"""Tests that import benchmarks or other tests. The list may only shrink."""
 
 
 def imports() -> Iterator[tuple[Path, str]]:
@@ -304,3 +376,93 @@ def imported_at_once(statements: list[ast.stmt]) -> Iterator[str]:
             isinstance(node, ast.If) and ast.unparse(node.test) not in ("TYPE_CHECKING", "__name__ == '__main__'")
         ):
             yield from imported_at_once(node.body)
+
+
+def files_of_product() -> dict[str, Path]:
+    """Module -> its file. A room's `__init__.py` has the name of the room."""
+    found = (path.relative_to(ROOT) for package in LAYERS for path in (ROOT / package).rglob("*.py"))
+    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in found}
+
+
+def run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walks through a tree, functions included, but not through what only type checkers read."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield node
+            yield from run_nodes(node)
+
+
+def arrows() -> dict[str, set[str]]:
+    """Module of the product -> other modules of the product that it imports, at once or inside a function."""
+    files, found = files_of_product(), {}
+    for name, path in files.items():
+        imported = set()
+        for node in run_nodes(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {one.name for one in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                whole = {f"{node.module}.{one.name}" for one in node.names}
+                imported |= whole & files.keys() or {f"{node.module}"}
+        found[name] = (imported & files.keys()) - {name}
+    return found
+
+
+def test_no_circle_of_files():
+    found = arrows()
+    assert {(name, other) for name, others in found.items() for other in others} >= CLOSING, "shorten the list"
+    TopologicalSorter(
+        {name: {other for other in others if (name, other) not in CLOSING} for name, others in found.items()}
+    ).prepare()
+
+
+def test_no_room_imports_the_one_around_it():
+    files = files_of_product()
+    rooms = {
+        (str(files[name].parent), str(files[other].parent)) for name, others in arrows().items() for other in others
+    }
+    upward = set()
+    for room, other in rooms:
+        both = (other, room) in rooms and room != other
+        if room.startswith(f"{other}/"):
+            upward |= {(room, other)} if both or other not in SHARED else set()
+        elif both and not other.startswith(f"{room}/"):
+            upward.add((min(room, other), max(room, other)))
+    assert upward == UPWARD
+
+
+def files_of_tests() -> dict[str, Path]:
+    """Path below tests/ -> file, of all modules of tests/."""
+    return {str(path.relative_to(ROOT / "tests")): path for path in sorted((ROOT / "tests").rglob("*.py"))}
+
+
+def belongs(name: str) -> bool:
+    """Whether a test has the name of a module or a room. Tests of flows/runtime lie with those of the commands."""
+    own = Path(name.replace("test_", "", 1))
+    places = [ROOT / own, *([ROOT / "flows" / "runtime" / own.name] if own.parts[0] == "flows" else [])]
+    return any(place.exists() or place.with_suffix("").is_dir() for place in places)
+
+
+def test_tests_mirror_the_tree():
+    names = [name for name, path in files_of_tests().items() if path.name.startswith("test_") and "/" in name]
+    assert {name for name in names if name.split("/")[0] not in CROSSING and not belongs(name)} == TOPICS
+
+
+def test_what_tests_share_is_in_no_test():
+    stray = set()
+    for name, path in files_of_tests().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not name.startswith("benchmarks/"):
+                imported = [f"{node.module}.{one.name}" for one in node.names]
+                if any(one.startswith("benchmarks.") or re.match(r"tests\..*\btest_", one) for one in imported):
+                    stray.add(name)
+    assert stray == BORROWING
+
+
+def test_the_name_of_a_test_is_a_sentence():
+    found = [
+        f"{name}: {node.name}"
+        for name, path in files_of_tests().items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and re.match(r"test_([a-z]+_)?\d+_", node.name)
+    ]
+    assert found == []

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pydantic import BaseModel
 
 from pipeline.data.files import Stamp
-from storage.days import notes
 from storage.reader import SnapshotRef
+from storage.snapshot.days import notes
 from storage.warehouse import Warehouse
 
 INGEST = "ingest.input"

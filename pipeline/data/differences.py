@@ -8,7 +8,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.joined.stored import to_micros
+from pipeline.data.stored import to_micros
 from pipeline.errors import ConfigError
 from pipeline.transforms.kernels.changes import (
     BETWEEN_NOW,

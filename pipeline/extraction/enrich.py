@@ -24,8 +24,8 @@ from pipeline.data.joined.source import (
 from pipeline.data.selection import days_between
 from pipeline.errors import ConfigError, ContractError
 from pipeline.transforms.joins import AnySource, EventWindow, History
-from storage.days import last_notes
 from storage.reader import SnapshotReader, SnapshotRef
+from storage.snapshot.days import last_notes
 from storage.warehouse import Warehouse
 
 

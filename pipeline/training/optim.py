@@ -20,6 +20,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from models.quantised import TABLES
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.bags import set_update_number
 from pipeline.training.tables.sharding import iter_lookups
@@ -28,8 +29,6 @@ FILL_VALUE = 0.01
 """Fills tables if their content does not matter."""
 INIT_BLOCK_ROWS = 65_536
 """Rows of a table drawn from one random stream. A shard can be drawn without the rest of its table."""
-TABLES = "embeddings.embedding_bags."
-"""Prefix of the parameter names of tables."""
 EPS = 1e-8
 BETAS = (0.9, 0.999)
 TABLE_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {

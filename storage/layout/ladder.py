@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.io import FileIO
 
-from storage.footer import read_footer
 from storage.keys import SCORES
 from storage.layout.reads import read_percentiles
 from storage.layout.spec import Layout
+from storage.pages.footer import read_footer
 from storage.pages.ranges import Range, RangeFile, find_chunks, merge_ranges
 from storage.reader import READ_OPTIONS, READ_ROWS, SnapshotReader, SnapshotRef
 from storage.snapshot.maps import MapEntries, find_keys, map_fields

@@ -12,7 +12,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import SetPropertiesUpdate, TableUpdate
 from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
 
-from storage.days import CONTENTS, add_to_properties, to_summary
+from storage.snapshot.days import CONTENTS, add_to_properties, to_summary
 
 MOST_MANIFESTS = 100
 """This many manifests are merged into one: planning a read opens each of them."""

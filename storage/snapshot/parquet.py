@@ -10,7 +10,7 @@ from pyiceberg.io import FileIO
 from pyiceberg.table import Table
 
 from storage.errors import CorruptFileError, StorageError
-from storage.footer import SUFFIX, read_footer
+from storage.pages.footer import SUFFIX, read_footer
 
 READ_OPTIONS: dict[str, Any] = {
     "page_checksum_verification": True,

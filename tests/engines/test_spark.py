@@ -15,7 +15,7 @@ from storage.pages.lists import open_list
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 from tests.engines.conftest import DuckDb, Spark
-from tests.storage.pages.test_columns import read_both
+from tests.storage.pages.both import read_both
 
 ROWS = """SELECT id,
   timestamp'2025-01-01 00:30:00' + make_interval(0, 0, 0, 0, CAST(id AS INT), 7, 0) AS ts,

@@ -80,7 +80,7 @@ def test_another_run_is_refused(command, tmp_path):
     )  # fmt: skip
 
 
-def test_fault_21_verify_names_what_is_damaged(command, home, tmp_path, run_name):
+def test_verify_names_what_is_damaged(command, home, tmp_path, run_name):
     shutil.copytree(home / "runs" / run_name, tmp_path / "runs" / run_name, ignore=shutil.ignore_patterns("exports"))
     assert command(checkpoint, CONFIG, "action=verify", home=tmp_path)[1]["status"] == "ok"
     shard = tmp_path / "runs" / run_name / "checkpoints" / "step-0000000020" / "__1_0.distcp"
@@ -102,7 +102,7 @@ def test_fault_21_verify_names_what_is_damaged(command, home, tmp_path, run_name
 
 
 @pytest.mark.slow
-def test_fault_23_a_training_that_explodes_is_failed_and_not_registered(smoke, command, home, monkeypatch):
+def test_a_training_that_explodes_is_failed_and_not_registered(smoke, command, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
     words = ["training.dense_optimizer=sgd", "training.dense_learning_rate=1e30", "training.world_size=1"]
     words += ["training.threads_per_rank=1", "preprocessing.executor=inline"]
@@ -128,10 +128,10 @@ def listening(processes: list[psutil.Process]) -> set[int]:
 
 
 @pytest.mark.slow
-def test_fault_24_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, command, home, tmp_path, monkeypatch):
+def test_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, command, home, tmp_path, monkeypatch):
     """Ranks, preprocessing workers and Prefect's temporary server end, with their ports and shared memory.
 
-    Fault 30: the next flow is killed, too. MLflow has one run, and each step once.
+    The next flow is killed, too. MLflow has one run, and each step once.
     """
     shutil.copytree(home / "warehouse", tmp_path / "home" / "warehouse")
     words = [CONFIG, "training.checkpoint_every_steps=5", "training.log_every_steps=1"]

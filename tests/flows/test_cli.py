@@ -263,7 +263,7 @@ def test_a_home_that_cannot_be_written_to_is_refused(
     )
 
 
-def test_fault_33_prefect_reads_no_stored_results() -> None:
+def test_prefect_reads_no_stored_results() -> None:
     """A stored result names its own serializer, even pickle. So none is written and none is read."""
     modules = [importlib.import_module(f"flows.{path.stem}") for path in sorted((ROOT / "flows").glob("*.py"))]
     flows = [value for module in modules for value in vars(module).values() if isinstance(value, PrefectFlow)]

@@ -72,7 +72,7 @@ def test_show_and_propose(command, copied, home, smoke):
     )  # fmt: skip
 
 
-def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(command, copied):
+def test_a_deprecated_feature_is_refused_and_the_champion_is_named(command, copied):
     identity = load(CONFIG).semantics()
     words = ["action=deprecate", "name=cat_user", "instead=cat_item", "reason=too many users"]
     code, result, _ = command(features, CONFIG, *words, "only_unused=true", home=copied)
@@ -119,7 +119,7 @@ def test_fault_4_a_deprecated_feature_is_refused_and_the_champion_is_named(comma
     ]
 
 
-def test_fault_4_a_missing_or_retyped_feature_is_named_with_its_snapshot(command, small):
+def test_a_missing_or_retyped_feature_is_named_with_its_snapshot(command, small):
     warehouse = Workspace(load(CONFIG)).warehouse
     snapshot = warehouse.current("smoke").snapshot_id
     code, result, _ = command(train, CONFIG, "features.dense.1.columns=[num_click_shar]", home=small)
@@ -144,7 +144,7 @@ def test_fault_4_a_missing_or_retyped_feature_is_named_with_its_snapshot(command
     assert not (small / "runs").exists()
 
 
-def test_fault_3_a_feature_dropped_and_added_again_has_no_old_values(small, caplog):
+def test_a_feature_dropped_and_added_again_has_no_old_values(small, caplog):
     config = load(CONFIG, {"features.dense.0.columns": ["num_price"], "features.dense.1.columns": ["num_quality"]})
     warehouse = Workspace(config).warehouse
     before = Worker(resolve_dataset(Workspace(config), None)[1]["train"], warehouse)

@@ -26,7 +26,7 @@ LIGHT = ("training.world_size=1", "training.threads_per_rank=1", "preprocessing.
 
 
 @pytest.mark.slow
-def test_fault_31_a_worse_model_is_rejected_and_a_better_one_promoted(smoke, home, copied, command):
+def test_a_worse_model_is_rejected_and_a_better_one_promoted(smoke, home, copied, command):
     """The worse model is hardly trained. As champion, it is judged against the smoke run's."""
     words = ("training.max_steps=1", "seed=2", "evaluation.importance_rows=null", *LIGHT)
     code, worse, log = command(train, CONFIG, *words, home=copied)

@@ -17,7 +17,7 @@ from pipeline.jobs.training.job import resolve_dataset, resolve_job, tag_inputs
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import find_versions
 from pipeline.transforms.joins import FeatureJoin
-from storage.days import IDENTITIES
+from storage.snapshot.days import IDENTITIES
 
 CONFIG = "configs/smoke.yaml"
 SMALL = {"source.generator.rows_per_day": 200, "source.generator.days": 2}
@@ -52,7 +52,7 @@ def ingested(plain, tmp_path, monkeypatch):
     return lambda: ingest(config=CONFIG, overrides=SMALL)
 
 
-def test_fault_27_two_ingests_at_once_write_each_day_once(ingested):
+def test_two_ingests_at_once_write_each_day_once(ingested):
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda context: context.run(ingested), [contextvars.copy_context() for _ in range(2)]))
     assert sorted(result["status"] for result in results) == ["ok", "skipped"]
@@ -77,7 +77,7 @@ def test_a_session_column_that_the_table_lacks_is_refused(ingested, keys, senten
     assert str(caught.value).startswith(sentence)
 
 
-def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
+def test_side_tables_are_tagged_like_the_samples(ingested):
     snapshot, config = ingested()["snapshot_id"], load(CONFIG)
     warehouse, side = Workspace(config).warehouse, FeatureJoin(table="smoke_profile", on=("column",))
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_evaluation_rows_are_not_deduplicated(ingested):
 
 
 @pytest.mark.parametrize("harm", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-1])])
-def test_fault_28_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp_path, harm):
+def test_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp_path, harm):
     assert ingested()["days_written"] == 2
     [file] = (tmp_path / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-06").glob("*.parquet")
     harm(file)
@@ -125,7 +125,7 @@ def test_fault_28_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp
 
 @pytest.mark.parametrize("what", ["weights.safetensors", "model.json", "result.json"])
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
-def test_fault_28_a_version_with_lost_or_damaged_files_is_made_again(smoke, home, monkeypatch, what, harm):
+def test_a_version_with_lost_or_damaged_files_is_made_again(smoke, home, monkeypatch, what, harm):
     monkeypatch.setenv("DLRM_HOME", str(home))
     config = load(CONFIG)
     assert resolve_job(Workspace(config), None, False).done is not None

@@ -136,7 +136,7 @@ def when(happened: Callable[[], object], act: Callable[[], None]) -> threading.T
     return thread
 
 
-def test_fault_29_down_at_start(copied, command, server, monkeypatch):
+def test_down_at_start(copied, command, server, monkeypatch):
     monkeypatch.setenv(RETRIES, "1")
     code, result, log = command(train, CONFIG, "seed=5", home=copied)
     assert (code, result["status"]) == (1, "failed")
@@ -149,7 +149,7 @@ def test_fault_29_down_at_start(copied, command, server, monkeypatch):
 
 
 @pytest.mark.slow
-def test_fault_29_down_in_training_and_down_at_register(smoke, copied, command, server, monkeypatch):
+def test_down_in_training_and_down_at_register(smoke, copied, command, server, monkeypatch):
     """Training continues without MLflow, which gets all steps later. After an outage at the end, use flows.register."""
     runs = copied / "runs"
     monkeypatch.setenv(RETRIES, "5")  # until the server is back

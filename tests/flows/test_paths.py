@@ -20,14 +20,14 @@ CONFIG = "configs/smoke.yaml"
 
 @pytest.mark.parametrize("key", ["name", "features.sparse.0.name", "features.sparse.0.table"])
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "a\n", "a.b"])
-def test_fault_11_names_of_tables_and_features(copied, command, key, name):
+def test_names_of_tables_and_features(copied, command, key, name):
     code, result, _ = command(train, CONFIG, f"{key}={name!r}", home=copied)
     assert (code, result["status"]) == (1, "failed")
     assert "letters" in result["error"] or "name" in result["error"], result
     assert not (copied / "runs").exists()
 
 
-def test_fault_11_a_side_table_by_a_path(copied, command):
+def test_a_side_table_by_a_path(copied, command):
     words = ["features.joined=[{table: ../../x, on: cat_user}]"]
     code, result, _ = command(enrich, CONFIG, *words, home=copied)
     assert (code, result["error"].startswith("name '../../x': expected a name that matches")) == (1, True)
@@ -36,7 +36,7 @@ def test_fault_11_a_side_table_by_a_path(copied, command):
 @pytest.mark.parametrize(
     "place", ["/etc/passwd", "file:///etc/passwd", "runs:/../x/record.json", "http://x/record.json"]
 )
-def test_fault_11_a_record_elsewhere_is_not_fetched(copied, place):
+def test_a_record_elsewhere_is_not_fetched(copied, place):
     tracker = Workspace(load(CONFIG)).tracking
     tracker.client.set_model_version_tag("smoke", "1", "record", place)
     with pytest.raises(RegistryError, match="expected a record at runs:"):
@@ -44,7 +44,7 @@ def test_fault_11_a_record_elsewhere_is_not_fetched(copied, place):
 
 
 @pytest.mark.parametrize("name", ["../mlflow", "/tmp", "..", "link"])
-def test_fault_11_the_champions_folder_must_be_a_run_folder(copied, name):
+def test_the_champions_folder_must_be_a_run_folder(copied, name):
     config = load(CONFIG)
     (copied / "runs").mkdir()
     (copied / "runs" / "link").symlink_to(copied / "mlflow")
@@ -58,7 +58,7 @@ def test_fault_11_the_champions_folder_must_be_a_run_folder(copied, name):
 
 @pytest.mark.parametrize("flow", [checkpoint, register, report])
 @pytest.mark.parametrize("run", ["../../x", "/etc/passwd", ".."])
-def test_fault_11_runs_by_a_path(copied, command, flow, run):
+def test_runs_by_a_path(copied, command, flow, run):
     before = written(copied)
     code, result, _ = command(flow, CONFIG, f"run={run}", home=copied)
     assert (code, result["status"]) == (1, "failed")
@@ -71,6 +71,6 @@ def written(home: Path) -> set[Path]:
     return {path for path in around if path.suffix in (".html", ".safetensors")}
 
 
-def test_fault_11_the_name_of_the_run_must_not_be_a_path():
+def test_the_name_of_the_run_must_not_be_a_path():
     with pytest.raises(ConfigError, match="expected letters, digits and _"):
         load(CONFIG, {"name": "../x"})

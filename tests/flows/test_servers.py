@@ -312,8 +312,8 @@ SMOKE, LONG = (
 )
 
 
-def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(deployed):
-    """Worker and flow are killed. Fault 24: a run that is cancelled then leaves no process."""
+def test_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(deployed):
+    """Worker and flow are killed. A run that is cancelled then leaves no process."""
     pending = deployed.order("ingest/ingest")
     deployed.ask(f"/flow_runs/{pending}/set_state", {"state": {"type": "PENDING"}})  # as a dead worker leaves it
     checkpoints = lambda: set(deployed.folder.glob("runs/smoke-*/checkpoints/step-*"))  # noqa: E731
@@ -347,17 +347,17 @@ def test_fault_25_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(de
     "parameters",
     [{"force": "maybe"}, {"config": {"name": "a", "seed": "x"}}, {"config": {"training": {"epochs": 0}}}, {"config": {"colour": 1}}],
 )  # fmt: skip
-def test_fault_27_parameters_of_a_wrong_kind_range_or_name_make_no_run(deployed, parameters):
+def test_parameters_of_a_wrong_kind_range_or_name_make_no_run(deployed, parameters):
     before = len(deployed.runs("train/train"))
     with pytest.raises(urllib.error.HTTPError, match="409"):
         deployed.order("train/train", **parameters)
     assert len(deployed.runs("train/train")) == before
 
 
-def test_fault_26_an_ingest_and_the_training_it_starts_outlive_the_server(deployed):
+def test_an_ingest_and_the_training_it_starts_outlive_the_server(deployed):
     """While a model trains, the database is locked for 30 seconds. Then the server is killed and restarted.
 
-    Fault 27: wrong overrides end a run before it does anything.
+    Wrong overrides end a run before it does anything.
     """
     with deployed.worker():
         bad = deployed.order("ingest/ingest", config=SMOKE, overrides={"training.epochs": "two"})

@@ -206,7 +206,7 @@ def test_trainer_pyfunc_and_server_give_the_same_scores(served):
         assert np.abs(served.pyfunc.predict(rows)["probability"] - expected).max() <= 1e-12
 
 
-def test_fault_32_rows_unlike_any_of_training(served):
+def test_rows_unlike_any_of_training(served):
     """Unknown ids and strings, nulls, empty and long lists score as the same rows in the warehouse would."""
     odd = {
         "num_share": [None, -1e30, 1e300, 5.0],
@@ -227,7 +227,7 @@ def test_fault_32_rows_unlike_any_of_training(served):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_fault_32_missing_columns_take_the_default_extra_ones_are_ignored(served, form):
+def test_missing_columns_take_the_default_extra_ones_are_ignored(served, form):
     columns = served.columns(served.rows.slice(0, 3))
     filled = columns | {name: [value] * 3 for name, value in DEFAULTS.items()}
     expected = served.loaded.probabilities(filled).tolist()
@@ -238,7 +238,7 @@ def test_fault_32_missing_columns_take_the_default_extra_ones_are_ignored(served
     assert served.scores(form(columns | bad)) == expected
 
 
-def test_fault_32_no_rows(served):
+def test_no_rows(served):
     for body in (as_split({name: [] for name in served.columns()}), as_inputs({name: [] for name in served.columns()})):
         assert served.ask(body) == (200, {"predictions": []})
     status, answer = served.ask({"dataframe_records": []})
@@ -259,7 +259,7 @@ def test_fault_32_no_rows(served):
         ({"list_terms": None}, "input: expected columns cat_city, cat_user, list_items, list_terms, num_share, num_since, got none named list_terms. Add them."),
     ],
 )  # fmt: skip
-def test_fault_32_bad_rows_are_refused_with_the_reason(served, change, sentence):
+def test_bad_rows_are_refused_with_the_reason(served, change, sentence):
     columns = {name: values for name, values in (served.columns(served.rows.slice(0, 3)) | change).items() if values}
     for form in FORMS:
         status, answer = served.ask(form(columns))
@@ -277,12 +277,12 @@ def test_fault_32_bad_rows_are_refused_with_the_reason(served, change, sentence)
         b'{"instances": [{"cat_user": [1]}, {"cat_user": [1, 2]}]}',
     ],
 )  # fmt: skip
-def test_fault_32_malformed_requests_are_refused(served, body):
+def test_malformed_requests_are_refused(served, body):
     status, answer = served.ask(body)
     assert (status, bool(json.loads(answer)["message"])) == (400, True), answer
 
 
-def test_fault_32_json_without_a_number(served):
+def test_json_without_a_number(served):
     """NaN and infinity are not JSON, but Python reads them. NaN is missing, and the plan has a rule for infinity."""
     columns = served.columns(served.rows.slice(0, 3))
     assert served.scores(as_inputs(columns | {"num_share": [math.nan] * 3})) == served.scores(
@@ -291,5 +291,5 @@ def test_fault_32_json_without_a_number(served):
     assert all(map(math.isfinite, served.scores(as_inputs(columns | {"num_share": [math.inf, -math.inf, 1e308]}))))
 
 
-def test_fault_32_other_kinds_of_content_are_refused(served):
+def test_other_kinds_of_content_are_refused(served):
     assert served.ask(b"a", "text/plain")[0] == 415

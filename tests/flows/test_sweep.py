@@ -210,7 +210,7 @@ def ended(processes: list[psutil.Process]) -> bool:
 
 
 @pytest.mark.slow
-def test_fault_35_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command, copied):
+def test_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command, copied):
     """The sweep is killed in its second trial, and the third fails. It agrees with an undisturbed sweep, two at a time."""
     settings = swept(seed=SEED)["sweep"]
     params = expected(copied, settings)

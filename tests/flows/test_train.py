@@ -289,7 +289,7 @@ def test_a_config_that_does_not_fit_the_data_is_refused_before_training(smoke, c
         (score, ["start=2030-01-01"], "days to score: expected days among 2025-01-06 to 2025-01-09, got none from 2030-01-01 to the last. Change start and end."),
     ],
 )  # fmt: skip
-def test_fault_6_nothing_to_read_ends_the_run(command, copied, flow, words, sentence):
+def test_nothing_to_read_ends_the_run(command, copied, flow, words, sentence):
     versions = _versions()
     code, result, log = command(flow, CONFIG, *words, home=copied)
     assert (code, result) == (1, {"status": "failed", "error": sentence})
@@ -298,7 +298,7 @@ def test_fault_6_nothing_to_read_ends_the_run(command, copied, flow, words, sent
     assert not (copied / "runs").exists()
 
 
-def test_fault_6_an_empty_day_ends_the_run(command, copied):
+def test_an_empty_day_ends_the_run(command, copied):
     """The test day is emptied."""
     warehouse, versions = Warehouse(WarehouseConfig(), copied / "warehouse"), _versions()
     schema = warehouse.schema(warehouse.current("smoke"))
@@ -313,7 +313,7 @@ FILTERS = ("1=1; drop table x", "num_price in (select 1)", "lower(cat_device) = 
 
 
 @pytest.mark.parametrize("text", FILTERS)
-def test_fault_10_a_deployments_overrides_are_checked_before_anything_runs(plain, tmp_path, monkeypatch, text):
+def test_a_deployments_overrides_are_checked_before_anything_runs(plain, tmp_path, monkeypatch, text):
     """A worker calls the flow with `overrides`, or with the whole config as a parameter, which Prefect validates."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     said = re.escape(f"filter '{text}': expected comparisons of columns with constants")
@@ -325,7 +325,7 @@ def test_fault_10_a_deployments_overrides_are_checked_before_anything_runs(plain
     assert not (tmp_path / "home").exists()
 
 
-def test_fault_10_a_run_of_prefect_with_a_bad_filter_fails_before_anything_runs(prefect, tmp_path, monkeypatch):
+def test_a_run_of_prefect_with_a_bad_filter_fails_before_anything_runs(prefect, tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     values = load(CONFIG).model_dump(mode="json") | {"filter": FILTERS[0]}
     for given in ({"config": CONFIG, "overrides": {"filter": FILTERS[0]}}, {"config": values}):
@@ -509,7 +509,7 @@ def corrupt_home(corrupt_file, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_fault_5_unreadable_rows_are_quarantined_if_configured(command, corrupt_home):
+def test_unreadable_rows_are_quarantined_if_configured(command, corrupt_home):
     home, file = corrupt_home
     with pytest.MonkeyPatch.context() as patch:  # interrupted after the ranks ended
         patch.setattr("pipeline.jobs.training.finish.finish", interrupted)
@@ -539,7 +539,7 @@ def test_fault_5_unreadable_rows_are_quarantined_if_configured(command, corrupt_
 
 
 @pytest.mark.slow
-def test_fault_5_unreadable_rows_end_the_training(command, corrupt_home):
+def test_unreadable_rows_end_the_training(command, corrupt_home):
     home, file = corrupt_home
     code, result, log = command(train, CONFIG, *QUARANTINE, home=home)
     assert code == 1

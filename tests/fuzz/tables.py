@@ -22,7 +22,7 @@ from pipeline.extraction.extract import extract
 from pipeline.extraction.opening import SourceContext, open_samples
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
-from storage.footer import SUFFIX
+from storage.pages.footer import SUFFIX
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
 from tests.fuzz.harness import Case, require

@@ -63,7 +63,7 @@ def lists(memory: Arrays) -> list[list[int]]:
     return [ids[a:b] for a, b in pairwise(starts)]
 
 
-def test_fault_12_numbers_that_are_none(tmp_path: Path) -> None:
+def test_numbers_that_are_none(tmp_path: Path) -> None:
     """NaN and null are filled, values beyond float32 become 0, and each is counted."""
     written(tmp_path, num=[1.0, NAN, INF, -INF, None, 1e300, 3.0], user=[1] * 7, label=[0, 1, 0, 1, 0, 1, 0])
     groups = {"dense": [{"columns": ["num"]}], "sparse": [{"columns": ["user"], "transforms": HASHED}]}
@@ -76,7 +76,7 @@ def test_fault_12_numbers_that_are_none(tmp_path: Path) -> None:
     assert counts == {"fill_null num": 2, "not_finite num": 3}
 
 
-def test_fault_12_ids_of_any_size(tmp_path: Path) -> None:
+def test_ids_of_any_size(tmp_path: Path) -> None:
     """Negative ids and those of 2^63 and more keep their 64 bits up to the hash. A bounded feature counts them."""
     signed = pa.array([-1, -(2**63), 0, 2**63 - 1, None])
     unsigned = pa.array([2**64 - 1, 2**63, 0, 2**63 - 1, None], pa.uint64())
@@ -96,7 +96,7 @@ def test_fault_12_ids_of_any_size(tmp_path: Path) -> None:
     assert counts == {"clamp bounded": 3}
 
 
-def test_fault_12_lists_of_any_length(tmp_path: Path) -> None:
+def test_lists_of_any_length(tmp_path: Path) -> None:
     """Null and empty lists are empty bags. Inner nulls are dropped, ids may repeat, a million ids are cut and counted."""
     rows = [None, [], [7, 7, 7], list(range(MANY)), [None, 3], [-5]]
     written(tmp_path, items=pa.array(rows, pa.list_(pa.int64())), label=[0, 1] * 3)
@@ -110,7 +110,7 @@ def test_fault_12_lists_of_any_length(tmp_path: Path) -> None:
     assert counts == {}
 
 
-def test_fault_12_text_of_any_kind(tmp_path: Path) -> None:
+def test_text_of_any_kind(tmp_path: Path) -> None:
     """Empty text is a value, null is not. Control characters and all of Unicode are kept."""
     texts = ["", None, "a\0b", "\U0001f600", "ä" * 10_000, " "]
     written(tmp_path, tag=texts, label=[0, 1] * 3)
@@ -119,7 +119,7 @@ def test_fault_12_text_of_any_kind(tmp_path: Path) -> None:
     assert [len(bag) for bag in lists(memory)] == [1, 0, 1, 1, 1, 1]
 
 
-def test_fault_12_text_that_is_not_utf8_names_file_and_column(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_names_file_and_column(tmp_path: Path) -> None:
     broken = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 2, 5], np.int32)), pa.py_buffer(b"okd\xff\xfe"))
     written(tmp_path, name=pa.array(["a", "b"]), tag=broken, label=[0, 1])
     groups = {"sparse": [{"columns": ["tag"], "transforms": HASHED}]}
@@ -136,7 +136,7 @@ def test_fault_12_text_that_is_not_utf8_names_file_and_column(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", [False, True], ids=["numbers", "text"])
-def test_fault_13_rows_with_a_bad_label_or_weight_are_set_aside(tmp_path: Path, text: bool) -> None:
+def test_rows_with_a_bad_label_or_weight_are_set_aside(tmp_path: Path, text: bool) -> None:
     values: list[Any] = [None, -1.0, 0.0, 1e6, NAN, 2.5, 0.5, 1.0, 1.0]
     weights = [None if value is None else f"{value}" for value in values] if text else values
     weights += ["x" if text else INF]
@@ -153,7 +153,7 @@ def test_fault_13_rows_with_a_bad_label_or_weight_are_set_aside(tmp_path: Path, 
     assert lists(memory) == [[5], [6]]
 
 
-def test_fault_13_a_weight_is_no_feature(tmp_path: Path) -> None:
+def test_a_weight_is_no_feature(tmp_path: Path) -> None:
     written(tmp_path, user=[1, 2], weight=[1.0, 2.0], label=[0, 1])
     groups = {
         "sparse": [{"columns": ["user"], "transforms": BOUNDED}],

@@ -62,7 +62,7 @@ def everything(home: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("size", [400_000, 3_000], ids=["data file", "metadata"])
-def test_fault_9_an_ingest_on_a_full_disk_leaves_the_table_as_it_was(tmp_path: Path, size: int) -> None:
+def test_an_ingest_on_a_full_disk_leaves_the_table_as_it_was(tmp_path: Path, size: int) -> None:
     warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
     features = FeatureSchema.model_validate(
         {"sparse": [{"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 9}]}]}
@@ -99,7 +99,7 @@ def read(warehouse: Warehouse, snapshot: SnapshotRef) -> pa.Table:
     [(100_000, "a truncated file, as on a full disk"), (50, "File too large")],
     ids=["middle", "end"],
 )
-def test_fault_9_a_checkpoint_on_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, lacking: int, got: str) -> None:
+def test_a_checkpoint_on_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, lacking: int, got: str) -> None:
     def save(step: int) -> None:
         tensors: dict[str, Any] = {"model/table": torch.full((1_000, 64), float(step))}
         checkpoint.save(tmp_path / f"step-{step:010d}", tensors, {"steps": step})
@@ -120,7 +120,7 @@ def test_fault_9_a_checkpoint_on_a_full_disk_leaves_the_earlier_ones(tmp_path: P
     assert newest.name == "step-0000000002"
 
 
-def test_fault_9_a_log_on_a_full_disk_ends_in_a_whole_line(tmp_path: Path) -> None:
+def test_a_log_on_a_full_disk_ends_in_a_whole_line(tmp_path: Path) -> None:
     """Metrics on their way to MLflow, and a file of the run's record."""
     tracker = Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db"), tmp_path, "full")
     run_id = tracker.start("run", {}, {}, None)

@@ -10,7 +10,7 @@ import torch
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
 from tests.pipeline.conftest import Run, completed, completed_here
-from tests.pipeline.preprocessing.test_sessions import in_sessions
+from tests.pipeline.preprocessing.reference import in_sessions
 
 
 @pytest.mark.slow

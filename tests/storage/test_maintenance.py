@@ -18,11 +18,11 @@ from pyiceberg.expressions.visitors import _ManifestEvalVisitor
 from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.config import WarehouseConfig
-from storage.days import EARLIER, identities, notes
 from storage.errors import CorruptFileError, StorageError
 from storage.maintenance import ExpireResult, drop_tags, expire, vacuum
 from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
+from storage.snapshot.days import EARLIER, identities, notes
 from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +118,7 @@ def write_until(home: Path) -> Iterator[Callable[[int], list[str]]]:
 
 
 @pytest.mark.slow
-def test_fault_1_a_killed_writer_leaves_a_whole_day_and_its_orphans_are_removed(
+def test_a_killed_writer_leaves_a_whole_day_and_its_orphans_are_removed(
     warehouse: Warehouse, home: Path, write_until: Callable[[int], list[str]]
 ) -> None:
     write(warehouse, rows(DAY1, 5), rows(DAY2, 2, 50), identity="old")
@@ -148,7 +148,7 @@ def test_fault_1_a_killed_writer_leaves_a_whole_day_and_its_orphans_are_removed(
         assert ids(warehouse, SnapshotRef(table="events", snapshot_id=snapshot.snapshot_id))
 
 
-def test_fault_7_rows_in_a_wrong_partition_are_noticed_after_the_commit(
+def test_rows_in_a_wrong_partition_are_noticed_after_the_commit(
     warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `add_files` did: it left NULL as the partition of a file without metrics."""
@@ -176,7 +176,7 @@ def test_fault_7_rows_in_a_wrong_partition_are_noticed_after_the_commit(
     )
 
 
-def test_fault_8_a_tag_keeps_a_snapshot_and_its_files(warehouse: Warehouse, home: Path) -> None:
+def test_a_tag_keeps_a_snapshot_and_its_files(warehouse: Warehouse, home: Path) -> None:
     pinned = write(warehouse, rows(DAY1, 23), rows(DAY2, 3, 100), identity="old")
     warehouse.tag(pinned, "train-a")
     between = write(warehouse, rows(DAY1, 4, 200), identity="between")
@@ -236,7 +236,7 @@ def test_records_of_another_writer_stay_when_a_commit_is_tried_again(
     assert warehouse.written_days("events") == {DAY1: "third", DAY2: "second"}
 
 
-def test_fault_8_a_reader_names_its_expired_snapshot(warehouse: Warehouse) -> None:
+def test_a_reader_names_its_expired_snapshot(warehouse: Warehouse) -> None:
     pinned = write(warehouse, rows(DAY1, 23))
     reader = warehouse.reader(pinned, ["id"])
     fragments = reader.fragments()

@@ -304,7 +304,7 @@ def test_an_absent_and_an_empty_table(warehouse: Warehouse) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "1a", "a-b", "a b", "a.b", "../a", "a\n", 'a"', "ä", "a" * 129])
-def test_fault_11_names_of_another_form_are_refused(warehouse: Warehouse, name: str) -> None:
+def test_names_of_another_form_are_refused(warehouse: Warehouse, name: str) -> None:
     sentence = (
         f"name {name!r}: expected a name that matches ^[A-Za-z_][A-Za-z0-9_]{{0,127}}$, got another form. Rename it."
     )
@@ -497,7 +497,7 @@ def race(home: Path, mine: pa.Table, theirs: pa.Table) -> tuple[Warehouse, Snaps
     return warehouse, warehouse.replace_days("events", days, mine.schema, batches(), mine.num_rows)
 
 
-def test_fault_2_of_two_writers_of_one_day_exactly_one_wins(home: Path) -> None:
+def test_of_two_writers_of_one_day_exactly_one_wins(home: Path) -> None:
     with pytest.raises(ConflictError) as error:
         race(home, rows(DAY1, 25, 100), rows(DAY1, 3, 200))
     assert str(error.value) == (
@@ -509,13 +509,13 @@ def test_fault_2_of_two_writers_of_one_day_exactly_one_wins(home: Path) -> None:
     assert warehouse.written_days("events") == {DAY1: "theirs", DAY2: "i"}
 
 
-def test_fault_2_two_writers_of_a_new_day_do_not_both_land(home: Path) -> None:
+def test_two_writers_of_a_new_day_do_not_both_land(home: Path) -> None:
     with pytest.raises(ConflictError):
         race(home, rows(DAY3, 25, 100), rows(DAY3, 3, 200))
     assert ids(Warehouse(WarehouseConfig(), home)) == [*range(5), *range(5), 200, 201, 202]
 
 
-def test_fault_2_two_writers_of_different_days_both_land(home: Path) -> None:
+def test_two_writers_of_different_days_both_land(home: Path) -> None:
     warehouse, mine = race(home, rows(DAY1, 25, 100), rows(DAY2, 3, 200))
     assert ids(warehouse) == ids(warehouse, mine) == [*range(100, 125), 200, 201, 202]
     assert warehouse.written_days("events") == {DAY1: "mine", DAY2: "theirs"}

@@ -59,7 +59,7 @@ def set_properties(warehouse: Warehouse, properties: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("part", ["pages", "footer"])
-def test_fault_5_a_flipped_bit_is_an_error_or_changes_nothing(home: Path, part: str) -> None:
+def test_a_flipped_bit_is_an_error_or_changes_nothing(home: Path, part: str) -> None:
     warehouse = Warehouse(WarehouseConfig(row_group_rows=16), home)
     snapshot = write(warehouse, table())
     [path] = files(home)

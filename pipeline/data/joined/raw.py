@@ -11,7 +11,7 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from pipeline.data.files import CSV, Stamp, fingerprint, stamp
-from pipeline.data.joined.stored import to_days
+from pipeline.data.stored import to_days
 from pipeline.errors import ContractError, DataError
 from storage.objects import find_objects, is_address, open_file
 from storage.reader import SnapshotRef

@@ -17,7 +17,7 @@ from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
 from pipeline.data.files import Stamp, address_of, find_files, fingerprint, stamp
 from pipeline.data.joined.raw import RawRows
-from pipeline.data.joined.stored import MICROS, key_type, stored_type, to_key_form, to_micros, to_stored_form
+from pipeline.data.stored import MICROS, key_type, stored_type, to_key_form, to_micros, to_stored_form
 from pipeline.errors import ConfigError, DataError
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.schema import resolve, unknown_column

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import Labels, axes_of, module_name
-from pipeline.training.optim import TABLES
+from models.quantised import TABLES
 
 STATES = ("model/", "average/", "dense/", "tables/")
 """Prefixes of tensor names in a checkpoint."""

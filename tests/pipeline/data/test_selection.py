@@ -233,14 +233,14 @@ def test_plain_comparisons_pass(text: str) -> None:
     ],
 )
 @pytest.mark.parametrize("schema", [None, TABLE], ids=["text", "table"])
-def test_fault_10_other_filters_are_refused(text: str, got: str, schema: Schema | None) -> None:
+def test_other_filters_are_refused(text: str, got: str, schema: Schema | None) -> None:
     assert sentence(lambda: check_filter(text, schema)) == (
         f"filter '{text}': expected comparisons of columns with constants, joined by and, or, not, got {got}. "
         "Write it like \"country = 'DE' and age >= 18\"."
     )
 
 
-def test_fault_10_a_filter_of_any_depth_is_refused_in_one_line() -> None:
+def test_a_filter_of_any_depth_is_refused_in_one_line() -> None:
     said = sentence(lambda: check_filter("(" * 500, None))
     assert len(said) < 500
     assert "\n" not in said
@@ -271,7 +271,7 @@ def test_fault_10_a_filter_of_any_depth_is_refused_in_one_line() -> None:
         ),
     ],
 )
-def test_fault_10_filters_are_checked_against_the_table(text: str, rest: str) -> None:
+def test_filters_are_checked_against_the_table(text: str, rest: str) -> None:
     check_filter(text, None)  # valid syntax
     assert sentence(lambda: check_filter(text, TABLE)) == f"filter '{text}': expected {rest}"
 

@@ -319,3 +319,14 @@ def stepping(*iterators: Iterator[Batch]) -> Iterator[None]:
 def source_of(service: Service) -> BatchSource:
     """The source of a service's batches, for a rank."""
     return open_remote_source(service.address, service.config.connections)
+
+
+def in_sessions(day: pa.Table, seed: int) -> pa.Table:
+    """Groups the rows into sessions of three on average. Most rows keep the list of the row before."""
+    random = np.random.default_rng(seed)
+    begins = random.random(len(day)) < 1 / 3
+    begins[0] = True
+    first = np.maximum.accumulate(np.where(begins | (random.random(len(day)) < 0.1), np.arange(len(day)), 0))
+    lists = day["list_items"].take(pa.array(first))
+    names = pa.array([f"s{number // 2}" if number % 7 else None for number in np.cumsum(begins).tolist()])
+    return day.set_column(day.schema.get_field_index("list_items"), "list_items", lists).append_column("session", names)

@@ -127,7 +127,7 @@ def resume(pid: int) -> None:
         pytest.param(4, 1, 1, marks=pytest.mark.slow),
     ],
 )
-def test_fault_14_killed_workers(
+def test_killed_workers(
     seed: int, count: int, killed: int, serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table]
 ) -> None:
     """At two or three seeded batches, in one case all workers."""
@@ -145,7 +145,7 @@ def test_fault_14_killed_workers(
 
 
 @pytest.mark.slow
-def test_fault_14_workers_killed_before_they_are_ready(
+def test_workers_killed_before_they_are_ready(
     masters: list[Master], serve: Serve, data: DataSpec, days: list[pa.Table]
 ) -> None:
     service = serve(1)
@@ -158,7 +158,7 @@ def test_fault_14_workers_killed_before_they_are_ready(
 
 
 @pytest.mark.slow
-def test_fault_14_the_restart_limit_ends_the_run(serve: Serve, tight: dict[str, Any], data: DataSpec) -> None:
+def test_the_restart_limit_ends_the_run(serve: Serve, tight: dict[str, Any], data: DataSpec) -> None:
     service = serve(1, restart_limit=1, **tight)
     last: list[int] = []
 
@@ -184,7 +184,7 @@ def test_fault_14_the_restart_limit_ends_the_run(serve: Serve, tight: dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [1, 2])
-def test_fault_15_stopped_workers_are_replaced(
+def test_stopped_workers_are_replaced(
     stopped: int,
     serve: Serve,
     tight: dict[str, Any],
@@ -204,7 +204,7 @@ def test_fault_15_stopped_workers_are_replaced(
 
 
 @pytest.mark.parametrize("transport", ["memory"])
-def test_fault_15_a_stragglers_work_is_done_twice_and_its_late_result_dropped(
+def test_a_stragglers_work_is_done_twice_and_its_late_result_dropped(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 0.3)
@@ -222,7 +222,7 @@ def test_fault_15_a_stragglers_work_is_done_twice_and_its_late_result_dropped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["network"])
-def test_fault_15_a_worker_that_does_not_serve_what_it_keeps_is_replaced(
+def test_a_worker_that_does_not_serve_what_it_keeps_is_replaced(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before its lease ends: ranks and other workers report it."""
@@ -257,7 +257,7 @@ def slowed(pid: int, share: float) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_fault_15_a_worker_twenty_times_slower(
+def test_a_worker_twenty_times_slower(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 0.1)
@@ -304,7 +304,7 @@ def _with(first: Batch, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 @pytest.mark.slow
-def test_fault_15_work_that_hangs_ends_the_run_and_is_named(
+def test_work_that_hangs_ends_the_run_and_is_named(
     serve: Serve, hung: Callable[..., tuple[Service, Iterator[Batch], Path]]
 ) -> None:
     service, batches, file = hung(serve, lease_seconds=3.0, attempts=2)
@@ -319,7 +319,7 @@ def test_fault_15_work_that_hangs_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_fault_15_work_that_hangs_can_be_quarantined(
+def test_work_that_hangs_can_be_quarantined(
     serve: Serve, hung: Callable[..., tuple[Service, Iterator[Batch], Path]], days: list[pa.Table], data: DataSpec
 ) -> None:
     service, batches, file = hung(serve, lease_seconds=3.0, attempts=1, on_corrupt="quarantine")
@@ -359,7 +359,7 @@ def poisoned(
 
 
 @pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.slow)])
-def test_fault_16_a_poison_split_fails_after_its_attempts(
+def test_a_poison_split_fails_after_its_attempts(
     executor: str, poisoned: tuple[DataSpec, list[pa.Table], Path, str], serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, _, _, said = poisoned
@@ -380,7 +380,7 @@ def test_fault_16_a_poison_split_fails_after_its_attempts(
 
 
 @pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.slow)])
-def test_fault_16_a_poison_split_is_quarantined(
+def test_a_poison_split_is_quarantined(
     executor: str, poisoned: tuple[DataSpec, list[pa.Table], Path, str], serve: Serve
 ) -> None:
     """Its rows are listed and counted. All others come once, in the order without these rows."""
@@ -404,7 +404,7 @@ def test_fault_16_a_poison_split_is_quarantined(
     assert service.totals.quarantined_rows == sum(entry["rows"] for entry in quarantined(service))
 
 
-def test_fault_16_the_list_of_quarantined_rows_outlives_the_service(
+def test_the_list_of_quarantined_rows_outlives_the_service(
     poisoned: tuple[DataSpec, list[pa.Table], Path, str], tmp_path: Path, nothing_left: None
 ) -> None:
     """A resumed run adds to it and lists nothing twice."""
@@ -420,7 +420,7 @@ def test_fault_16_the_list_of_quarantined_rows_outlives_the_service(
     assert {entry["epoch"] for entry in listed[1][len(listed[0]) :]} == {1}
 
 
-def test_fault_16_everything_can_be_quarantined(
+def test_everything_can_be_quarantined(
     days: list[pa.Table], make_warehouse: Callable[..., DataSpec], tmp_path: Path
 ) -> None:
     spec = make_warehouse(tmp_path / "warehouse", [column_of(days[0].slice(0, 90), "label", 3, -1)])
@@ -433,7 +433,7 @@ def test_fault_16_everything_can_be_quarantined(
 
 
 @pytest.mark.parametrize("transport", ["memory"])  # over the network a rank holds more than this small epoch
-def test_fault_17_a_slow_trainer_holds_the_workers_back(
+def test_a_slow_trainer_holds_the_workers_back(
     masters: list[Master], serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table]
 ) -> None:
     service = serve(2, **tight)
@@ -469,9 +469,7 @@ def at_rest(master: Master) -> None:
 
 
 @pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.slow)])
-def test_fault_17_too_little_memory_is_an_error(
-    executor: str, serve: Serve, tight: dict[str, Any], data: DataSpec
-) -> None:
+def test_too_little_memory_is_an_error(executor: str, serve: Serve, tight: dict[str, Any], data: DataSpec) -> None:
     service = serve(1, executor=executor, memory_bytes=12_000)
     with pytest.raises(ContractError) as caught:
         list(client(source_of(service), data).batches())
@@ -486,7 +484,7 @@ def test_fault_17_too_little_memory_is_an_error(
 @pytest.mark.parametrize(
     ("executor", "apart"), [("inline", 4_000), pytest.param("process", 16_000, marks=pytest.mark.slow)]
 )
-def test_fault_17_memory_that_becomes_too_little_is_an_error_too(
+def test_memory_that_becomes_too_little_is_an_error_too(
     executor: str, apart: int, serve: Serve, tight: dict[str, Any], data: DataSpec
 ) -> None:
     """After the first batches, the bound fits one window and its batches, but not the rest of it and another window."""
@@ -508,7 +506,7 @@ def test_fault_17_memory_that_becomes_too_little_is_an_error_too(
 
 
 @pytest.mark.slow
-def test_fault_17_a_slow_source_shows_in_the_time_waited(
+def test_a_slow_source_shows_in_the_time_waited(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = serve(1, **tight)
@@ -547,7 +545,7 @@ with Service({"days": spec}, config, Path(sys.argv[2])) as service:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [1, 9])
-def test_fault_18_a_killed_master_takes_its_workers_along_and_the_order_continues(
+def test_a_killed_master_takes_its_workers_along_and_the_order_continues(
     stop_at: int, sources: Callable[[str], BatchSource], data: DataSpec, days: list[pa.Table], tmp_path: Path
 ) -> None:
     (tmp_path / "spec.json").write_text(data.model_dump_json())

@@ -206,7 +206,7 @@ def test_resume_gives_the_remaining_rows(source: BatchSource, spec: DataSpec, se
     ],
     ids=lambda chain: ", ".join(f"{name} W={world_size}" for name, world_size in chain),
 )
-def test_fault_18_resume_under_another_executor_worker_count_and_world_size(
+def test_resume_under_another_executor_worker_count_and_world_size(
     chain: list[tuple[str, int]], sources: Callable[[str], BatchSource], data: DataSpec, days: list[pa.Table]
 ) -> None:
     expected = Reference(data, days).batches(epoch=1)
@@ -316,7 +316,7 @@ def bad_file(
 
 
 @pytest.mark.parametrize("name", ["bad_label", "bad_file"])
-def test_fault_5_errors_of_the_worker_are_the_same_everywhere(
+def test_errors_of_the_worker_are_the_same_everywhere(
     name: str, executor: str, sources: Callable[[str], BatchSource], data: DataSpec,
     request: pytest.FixtureRequest, tmp_path: Path,
 ) -> None:  # fmt: skip

@@ -160,7 +160,7 @@ def test_late_events_of_a_replaced_worker_do_not_count(play: Callable[..., Play]
     assert it.said == [f"replacing worker {n} (process {1000 + n}): it was silent for 121 s" for n in (1, 2)]
 
 
-def test_fault_15_a_lease_does_not_expire_while_the_answer_is_queued(play: Callable[..., Play]) -> None:
+def test_a_lease_does_not_expire_while_the_answer_is_queued(play: Callable[..., Play]) -> None:
     """The master itself was delayed, by a slow catalog or because the machine was suspended."""
     it = play()
     it.warmed()
@@ -172,7 +172,7 @@ def test_fault_15_a_lease_does_not_expire_while_the_answer_is_queued(play: Calla
     assert it.executor.alive == {1, 2}
 
 
-def test_fault_15_a_straggler_is_done_twice_and_the_first_result_counts(play: Callable[..., Play]) -> None:
+def test_a_straggler_is_done_twice_and_the_first_result_counts(play: Callable[..., Play]) -> None:
     it = play()
     stream = it.warmed()
     straggler = it.executor.work[1]
@@ -194,7 +194,7 @@ def test_fault_15_a_straggler_is_done_twice_and_the_first_result_counts(play: Ca
 
 @pytest.mark.parametrize("how", ["died", "failed", "silent"])
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_fault_15_one_of_two_with_the_same_work_is_gone_then_the_other(
+def test_one_of_two_with_the_same_work_is_gone_then_the_other(
     how: str, order: tuple[int, int], play: Callable[..., Play]
 ) -> None:
     """Losing one keeps the work with the other. Losing both assigns it again."""
@@ -233,7 +233,7 @@ def test_fault_15_one_of_two_with_the_same_work_is_gone_then_the_other(
     assert len(it.executor.freed) == len(set(it.executor.freed)) == it.executor.made
 
 
-def test_fault_15_work_that_hangs_every_worker_ends_the_run(play: Callable[..., Play]) -> None:
+def test_work_that_hangs_every_worker_ends_the_run(play: Callable[..., Play]) -> None:
     """Workers that start at once do not keep it going by taking it over from one another for ever."""
     it = play(lease_seconds=6.0, attempts=2, restart_limit=100)
     it.warmed()
@@ -274,7 +274,7 @@ def test_a_stream_that_is_closed_takes_nothing_and_fails_nothing(play: Callable[
     assert len(it.executor.freed) == it.executor.made
 
 
-def test_fault_14_the_limit_of_restarts(play: Callable[..., Play], tmp_path: Path) -> None:
+def test_the_limit_of_restarts(play: Callable[..., Play], tmp_path: Path) -> None:
     it = play(workers=1, restart_limit=2)
     stream = it.open()
     for worker in (1, 2, 3):
@@ -305,7 +305,7 @@ def test_a_worker_that_does_not_start(play: Callable[..., Play], monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["split", "batches"])
-def test_fault_16_work_that_kills_its_workers_is_named(kind: str, play: Callable[..., Play], tmp_path: Path) -> None:
+def test_work_that_kills_its_workers_is_named(kind: str, play: Callable[..., Play], tmp_path: Path) -> None:
     it = play(workers=1, attempts=2)
     it.open(window_rows=None)
     it.steps()
@@ -324,7 +324,7 @@ def test_fault_16_work_that_kills_its_workers_is_named(kind: str, play: Callable
     )
 
 
-def test_fault_16_quarantine(play: Callable[..., Play], tmp_path: Path) -> None:
+def test_quarantine(play: Callable[..., Play], tmp_path: Path) -> None:
     """The last attempt reads a split by row group. Only a row group that fails again is given up."""
     it = play(workers=1, attempts=3, on_corrupt="quarantine")
     stream = it.open(position=Position(epoch=4))

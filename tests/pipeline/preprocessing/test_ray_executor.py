@@ -21,7 +21,7 @@ pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_fault_14_and_15_actors_are_killed_and_stopped(data: DataSpec, tmp_path: Path, tight: dict[str, Any]) -> None:
+def test_actors_are_killed_and_stopped(data: DataSpec, tmp_path: Path, tight: dict[str, Any]) -> None:
     """One actor gets SIGKILL after the first batch, another SIGSTOP after the second."""
     bounds = {"lease_seconds": 3.0, "attempts": 9, "restart_limit": 8} | tight
     config = CONFIG.model_copy(update={"executor": "ray", "workers": 2} | bounds)

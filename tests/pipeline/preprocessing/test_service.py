@@ -269,7 +269,7 @@ def test_a_service_that_cannot_start_raises_the_reason(data: DataSpec, tmp_path:
         pass
 
 
-def test_fault_17_many_small_batches_do_not_block_the_master(
+def test_many_small_batches_do_not_block_the_master(
     serve: Serve, data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message about a group of batches is longer than a socket's buffer. One rank does not read its answer,
@@ -287,7 +287,7 @@ def test_fault_17_many_small_batches_do_not_block_the_master(
 
 
 @pytest.mark.parametrize("taken", [1, pytest.param(7, marks=pytest.mark.slow)])
-def test_fault_18_a_client_that_is_killed_does_not_hurt_a_later_one(
+def test_a_client_that_is_killed_does_not_hurt_a_later_one(
     taken: int, masters: list[Master], serve: Serve, data: DataSpec, days: list[pa.Table], tmp_path: Path
 ) -> None:
     service = serve(executor="inline", workers=1)

@@ -31,6 +31,7 @@ from tests.pipeline.preprocessing.reference import (
     client,
     draws,
     expected_numbers,
+    in_sessions,
     joined,
     numbers,
     source_of,
@@ -40,17 +41,6 @@ GROUP = ("list_items",)
 GOLDEN = [6, 0, 1, 2, 7, 8, 3, 4, 5]
 QUICK = settings(derandomize=True, max_examples=100, deadline=None, database=None)
 Maker = Callable[[Path, list[pa.Table]], DataSpec]
-
-
-def in_sessions(day: pa.Table, seed: int) -> pa.Table:
-    """Groups the rows into sessions of three on average. Most rows keep the list of the row before."""
-    random = np.random.default_rng(seed)
-    begins = random.random(len(day)) < 1 / 3
-    begins[0] = True
-    first = np.maximum.accumulate(np.where(begins | (random.random(len(day)) < 0.1), np.arange(len(day)), 0))
-    lists = day["list_items"].take(pa.array(first))
-    names = pa.array([f"s{number // 2}" if number % 7 else None for number in np.cumsum(begins).tolist()])
-    return day.set_column(day.schema.get_field_index("list_items"), "list_items", lists).append_column("session", names)
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def test_without_a_column_nothing_is_added(spec: DataSpec) -> None:
     ],
     ids=str,
 )
-def test_fault_13_a_bad_weight_is_named(
+def test_a_bad_weight_is_named(
     days: list[pa.Table], make_warehouse: Callable[..., DataSpec], tmp_path: Path, value: float | None, shown: str
 ) -> None:
     values = pa.array([1.0] * 700 + [value] + [1.0] * 719, pa.float64())

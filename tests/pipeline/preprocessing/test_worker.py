@@ -328,7 +328,7 @@ def test_plan_is_fitted_on_the_selected_rows_only(data: DataSpec, days: list[pa.
 
 
 @pytest.mark.parametrize(("value", "shown"), [(2, "2"), (None, "null"), (-1, "-1")])
-def test_fault_13_a_bad_label_is_refused(
+def test_a_bad_label_is_refused(
     days: list[pa.Table], make_warehouse: Maker, tmp_path: Path, value: int | None, shown: str
 ) -> None:
     worker = Worker(make_warehouse(tmp_path, [column_of(days[0], "label", 150, value)]))
@@ -342,7 +342,7 @@ def test_fault_13_a_bad_label_is_refused(
     )
 
 
-def test_fault_5_a_corrupt_file_is_named(days: list[pa.Table], make_warehouse: Maker, tmp_path: Path) -> None:
+def test_a_corrupt_file_is_named(days: list[pa.Table], make_warehouse: Maker, tmp_path: Path) -> None:
     worker = Worker(make_warehouse(tmp_path, days[:1]))
     fragment = worker.fragments()[0]
     corrupt(files_of(worker.spec)[0])

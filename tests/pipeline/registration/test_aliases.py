@@ -244,7 +244,7 @@ def test_an_unknown_model_has_no_champion(tracker):
     assert list_moves(tracker, "nobody") == []
 
 
-def test_fault_31_two_promotions_at_once_leave_one_champion(tracker, name):
+def test_two_promotions_at_once_leave_one_champion(tracker, name):
     move_alias(tracker, name, CHAMPION, 1, "gate", "")
     start = threading.Barrier(2)
 

@@ -16,8 +16,8 @@ from pipeline.registration.scorer import LoadedModel
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
-from tests.pipeline.data.joined.test_histories import by_day, cut, events, sample_rows
-from tests.pipeline.data.joined.test_reader import stored
+from tests.pipeline.data.joined.logs import by_day, cut, events, sample_rows
+from tests.pipeline.data.joined.tables import stored
 
 SEEN = {
     "table": "watched", "on": "user", "time": "time", "as_of": "at", "columns": "item", "prefix": "seen_",

@@ -103,7 +103,7 @@ def test_metrics_wait_for_an_unreachable_server(tracker, run_id, tmp_path, monke
 
 
 @pytest.mark.slow
-def test_fault_29_a_locked_database_is_waited_for(tracker, home, run_id, tmp_path):
+def test_a_locked_database_is_waited_for(tracker, home, run_id, tmp_path):
     """Logging and queries wait while another process has locked the database."""
     other = sqlite3.connect(home / "mlflow.db", isolation_level=None)
     other.execute("begin exclusive")

@@ -46,7 +46,7 @@ def test_a_run_at_work_is_left_alone(tracker):
         ({"dlrm.pid": "nonsense"}, False),
     ],
 )
-def test_fault_30_runs_that_a_killed_process_left_are_ended(tracker, tags, ended):
+def test_runs_that_a_killed_process_left_are_ended(tracker, tags, ended):
     run_id = tracker.start("left", {}, {}, None)
     tracker.tag(run_id, tags)
     assert (run_id in tracker.reap()) == ended
@@ -84,7 +84,7 @@ def test_existing_values_are_not_logged_again(tracker):
     assert tracker.client.get_run(run_id).data.metrics == {"eval/ne": 0.9, "eval/auc": 0.7}
 
 
-def test_fault_29_a_server_that_is_down_is_named_without_its_password(tmp_path: Path, monkeypatch):
+def test_a_server_that_is_down_is_named_without_its_password(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -133,7 +133,7 @@ def test_a_refusal_is_no_answer_about_the_registry(error):
 
 
 @pytest.mark.timeout(60)
-def test_fault_29_a_run_ends_although_system_metrics_cannot_be_sent(tracker, monkeypatch):
+def test_a_run_ends_although_system_metrics_cannot_be_sent(tracker, monkeypatch):
     """The sender hangs in a request to an unreachable MLflow."""
     back = threading.Event()
     monkeypatch.setattr(tracking.SystemMetricsMonitor, "finish", lambda self: back.wait(300))

@@ -43,7 +43,7 @@ GRID = {"a": {"choices": ["x", "y"]}, RATE: {"low": 0.01, "high": 1.0, "log": Tr
 
 
 @pytest.mark.parametrize("strategy", ["tpe", "random"])
-def test_fault_35_the_same_seed_gives_the_same_trials(strategy, tmp_path):
+def test_the_same_seed_gives_the_same_trials(strategy, tmp_path):
     first = run(SearchStudy(tmp_path / "a.db", config(strategy), {}))
     assert len(first) == 6
     assert run(SearchStudy(tmp_path / "b.db", config(strategy), {})) == first
@@ -53,7 +53,7 @@ def test_fault_35_the_same_seed_gives_the_same_trials(strategy, tmp_path):
 
 
 @pytest.mark.parametrize(("strategy", "trials"), [("tpe", 6), ("gp", 5)])
-def test_fault_35_a_killed_sweep_resumes_with_the_trials_it_would_have_had(strategy, trials, tmp_path):
+def test_a_killed_sweep_resumes_with_the_trials_it_would_have_had(strategy, trials, tmp_path):
     """A kill leaves trials RUNNING. Each resumes with its number and values, and the others are unchanged."""
     settings, killed = config(strategy, trials=trials), trials - 2
     undisturbed = run(SearchStudy(tmp_path / "a.db", settings, {}))
@@ -89,7 +89,7 @@ def test_a_kill_while_a_trial_is_drawn(tmp_path, monkeypatch):
     assert run(SearchStudy(tmp_path / "b.db", config("random"), {})) == undisturbed[2:]
 
 
-def test_fault_35_a_failed_trial_changes_no_other(tmp_path):
+def test_a_failed_trial_changes_no_other(tmp_path):
     study = SearchStudy(tmp_path / "a.db", config("random"), {})
     undisturbed = run(SearchStudy(tmp_path / "b.db", config("random"), {}))
     for number in range(6):

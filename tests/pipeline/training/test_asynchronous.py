@@ -27,7 +27,7 @@ from pipeline.training.state.progress import LossSums
 from pipeline.training.trainer import Trainer
 from tests.pipeline.conftest import DAYS, completed_here
 from tests.pipeline.training.conftest import train_batches
-from tests.pipeline.training.test_trainer import STEPS, PlainLoop, same, scripted, weights_of
+from tests.pipeline.training.plain_loop import STEPS, PlainLoop, same, scripted, weights_of
 
 ROOT = Path(__file__).resolve().parents[3]
 Maker = Callable[..., Trainer]

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from sklearn.metrics import log_loss
 
 from pipeline.data.batch import Batch, sparse_tensor
@@ -25,81 +24,15 @@ from pipeline.training.state import async_checkpoint, checkpoint
 from pipeline.training.state.progress import LossSums, TrainingProgress
 from pipeline.training.trainer import Trainer
 from pipeline.transforms.column import Column
+from tests.pipeline.training.plain_loop import STEPS, PlainLoop, same, scripted, weights_of
 
 Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
-STEPS = 14
-"""Batches of an epoch: 13 of 160 rows, and one of a single row."""
 
 
 CACHED: dict[str, Any] = {"table_memory": "uvm_caching"}
 """Tables in host memory. The device caches a fifth, so rows are swapped at every step."""
 ON_CUDA = pytest.mark.gpu
 PLACES = pytest.mark.parametrize("place", [{}, pytest.param(CACHED, marks=ON_CUDA)], ids=["device", "cached"])
-
-
-def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    whole = checkpoint.full_state(trainer.model.state_dict())
-    assert whole is not None
-    return {name: value.clone() for name, value in whole.items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
-
-
-def scripted(values: list[float], seen: list[dict[str, torch.Tensor]] | None = None) -> Callable[[Any], LossSums]:
-    """A validation that returns these NEs, one per call, and records the weights it sees."""
-    coming = iter(values)
-
-    def validate(model: Any) -> LossSums:
-        assert not model.training
-        if seen is not None:
-            whole = checkpoint.full_state(model.state_dict())
-            assert whole is not None
-            seen.append({name: value.clone() for name, value in whole.items()})
-        return LossSums(rows=100, labels=50, predictions=50, loss=next(coming) * 100 * math.log(2.0))
-
-    return validate
-
-
-class PlainLoop:
-    """The same model on nn.functional, with its optimizers written out."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], table_rate: float, make_optimizer: Callable[..., Any]) -> None:
-        self.weights = {name: value.clone().requires_grad_() for name, value in weights.items()}
-        self.tables = [value for name, value in self.weights.items() if name.startswith("embeddings.")]
-        self.moments = [torch.zeros(len(table)) for table in self.tables]
-        dense = [value for name, value in self.weights.items() if not name.startswith("embeddings.")]
-        self.optimizer = make_optimizer(dense, lr=0.02, weight_decay=0.01)
-        self.table_rate = table_rate
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        w = self.weights
-        dense = batch.dense
-        for layer in ("bottom.0", "bottom.2"):
-            dense = F.relu(F.linear(dense, w[f"{layer}.weight"], w[f"{layer}.bias"]))
-        vectors = [dense]
-        for table, (name, mode) in zip(self.tables, {"cat_user": "sum", "list_items": "mean"}.items(), strict=True):
-            ids = batch.sparse[name]
-            vectors.append(F.embedding_bag(ids.values(), table, ids.offsets()[:-1], mode=mode))
-        pairs = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i, j in ((0, 1), (0, 2), (1, 2))]
-        hidden = F.relu(F.linear(torch.cat([dense, *pairs], 1), w["top.0.weight"], w["top.0.bias"]))
-        return F.linear(hidden, w["logit.weight"], w["logit.bias"]).squeeze(1)
-
-    def step(self, batch: Batch) -> np.ndarray:
-        """Returns the losses of the rows before the update."""
-        losses = F.binary_cross_entropy_with_logits(self.forward(batch), batch.labels, reduction="none")
-        self.optimizer.zero_grad()
-        for table in self.tables:
-            table.grad = None
-        losses.mean().backward()
-        self.optimizer.step()
-        with torch.no_grad():
-            for table, moment in zip(self.tables, self.moments, strict=True):
-                assert table.grad is not None
-                moment += table.grad.square().mean(1)
-                table -= self.table_rate * table.grad / (moment.sqrt() + 1e-8)[:, None]
-        return losses.detach().double().numpy()
 
 
 def normalized(losses: np.ndarray, labels: np.ndarray) -> float:
@@ -356,7 +289,7 @@ def test_the_metrics_say_how_long_checkpoints_block_training(make_trainer: Maker
 
 
 @pytest.mark.parametrize("values", [(math.nan,), (math.nan, math.inf)])
-def test_fault_23_a_batch_can_be_left_out(make_trainer: Maker, train_client: Client, values: tuple[float, ...]) -> None:
+def test_a_batch_can_be_left_out(make_trainer: Maker, train_client: Client, values: tuple[float, ...]) -> None:
     """Against a plain loop that never saw the batches."""
     source: Any = train_client
     for i, value in enumerate(values):
@@ -375,7 +308,7 @@ def test_fault_23_a_batch_can_be_left_out(make_trainer: Maker, train_client: Cli
     assert metrics[-1]["skipped_batches"] == len(values)
 
 
-def test_fault_23_leaving_batches_out_changes_nothing_else(make_trainer: Maker, tmp_path: Path) -> None:
+def test_leaving_batches_out_changes_nothing_else(make_trainer: Maker, tmp_path: Path) -> None:
     weights = []
     for policy in ("stop", "skip"):
         trainer, _ = make_trainer(on_nonfinite=policy)
@@ -385,7 +318,7 @@ def test_fault_23_leaving_batches_out_changes_nothing_else(make_trainer: Maker, 
     assert same(*weights)
 
 
-def test_fault_23_ten_batches_in_a_row_end_training(make_trainer: Maker) -> None:
+def test_ten_batches_in_a_row_end_training(make_trainer: Maker) -> None:
     trainer, _ = make_trainer(
         None, lambda position: forever(math.nan), on_nonfinite="skip", checkpoint_every_steps=None
     )
@@ -437,9 +370,7 @@ def poisoned(client: Client, step: int, value: float) -> Callable[[Position], It
     return stream
 
 
-def test_fault_23_a_loss_that_is_not_finite_ends_training(
-    make_trainer: Maker, train_client: Client, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_ends_training(make_trainer: Maker, train_client: Client, tmp_path: Path) -> None:
     trainer, _ = make_trainer(None, poisoned(train_client, 6, math.nan), log_every_steps=5)
     with pytest.raises(TrainingError) as caught:
         trainer.train()
@@ -451,7 +382,7 @@ def test_fault_23_a_loss_that_is_not_finite_ends_training(
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("rate", [1e30, 1e38])
-def test_fault_23_exploding_rates_leave_a_finite_checkpoint_or_none(
+def test_exploding_rates_leave_a_finite_checkpoint_or_none(
     make_trainer: Maker, tmp_path: Path, rate: float, policy: str
 ) -> None:
     trainer, _ = make_trainer(

@@ -19,7 +19,7 @@ from pipeline.training.trainer import Trainer, evaluate_sums
 from pipeline.transforms.column import Column
 from tests.pipeline.conftest import completed, completed_here
 from tests.pipeline.preprocessing.reference import bags
-from tests.pipeline.training.test_trainer import weights_of
+from tests.pipeline.training.plain_loop import weights_of
 
 Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
 

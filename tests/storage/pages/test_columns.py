@@ -20,6 +20,7 @@ from storage.pages.columns import _open_lists, read_columns
 from storage.pages.headers import read_pages
 from storage.pages.lists import CODECS, ITEMS
 from storage.snapshot.parquet import READ_OPTIONS
+from tests.storage.pages.both import read_both
 
 WRITERS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -42,15 +43,6 @@ def lists_of(rows: Any, nullable: bool = True, nullable_items: bool = True) -> p
     numbers = pa.array(range(len(rows)), pa.float64())
     fields = [pa.field("number", pa.float64()), pa.field("ids", kind, nullable)]
     return pa.table([numbers, pa.array(rows, kind)], schema=pa.schema(fields))
-
-
-def read_both(path: Path, batch_rows: int, columns: tuple[str, ...] = ("ids", "number")) -> Iterator[tuple[Any, Any]]:
-    """Yields the batches of `read_columns`, and those of pyarrow."""
-    with pa.memory_map(str(path)) as data, pq.ParquetFile(str(path), **READ_OPTIONS) as file:
-        for group in range(file.num_row_groups):
-            batches = read_columns(file, data, group, columns, batch_rows)
-            expected = file.iter_batches(batch_rows, [group], list(columns), use_threads=False)
-            yield from zip(batches, expected, strict=True)
 
 
 def assert_equal(path: Path, batch_rows: int) -> None:

@@ -23,8 +23,9 @@ from pipeline.transforms.joins import FeatureJoin
 from pipeline.transforms.ops.sampling import Sampling
 from storage.config import WarehouseConfig
 from storage.filters import check_filter
-from storage.reader import SnapshotReader, SnapshotRef
+from storage.reader import SnapshotReader
 from storage.warehouse import Warehouse
+from tests.pipeline.data.joined.tables import read, stored
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3)]
 
@@ -68,16 +69,6 @@ def source_rows(random: np.random.Generator, dated: bool) -> pa.Table:
 @pytest.fixture
 def warehouse(tmp_path: Path) -> Warehouse:
     return Warehouse(WarehouseConfig(row_group_rows=100, file_rows=300), tmp_path / "home")
-
-
-def stored(warehouse: Warehouse, rows: pa.Table, name: str = "t") -> SnapshotRef:
-    days = dict.fromkeys(rows.column("day").unique().to_pylist(), "x")
-    return warehouse.replace_days(name, days, rows.schema, rows.to_batches(), rows.num_rows)
-
-
-def read(reader: Any) -> pa.Table:
-    parts = [reader.read(fragment) for fragment in reader.fragments()]
-    return pa.concat_tables([reader.empty(), *parts])
 
 
 def merged(rows: pa.Table, side: pa.Table, on: list[str]) -> pd.DataFrame:

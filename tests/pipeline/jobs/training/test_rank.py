@@ -204,7 +204,7 @@ def check_restarted(run: Run, undisturbed: Run, deaths: list[str], resumed: list
     assert not ranks_below(psutil.Process())
 
 
-def test_fault_19_a_killed_rank_restarts_with_the_same_service(
+def test_a_killed_rank_restarts_with_the_same_service(
     rank_spec: Callable[..., RankSpec],
     undisturbed: Run,
     dying: Callable[..., Run],
@@ -225,7 +225,7 @@ def test_fault_19_a_killed_rank_restarts_with_the_same_service(
 
 
 @pytest.mark.slow
-def test_fault_19_ranks_die_in_every_way(
+def test_ranks_die_in_every_way(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, dying: Callable[..., Run], tmp_path: Path
 ) -> None:
     deaths = [
@@ -239,7 +239,7 @@ def test_fault_19_ranks_die_in_every_way(
 
 
 @pytest.mark.slow
-def test_fault_20_killed_while_a_checkpoint_is_saved(
+def test_killed_while_a_checkpoint_is_saved(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, dying: Callable[..., Run], tmp_path: Path
 ) -> None:
     """Before its manifest, after it, and right after the folder is renamed."""
@@ -253,7 +253,7 @@ def test_fault_20_killed_while_a_checkpoint_is_saved(
 
 
 @pytest.mark.slow
-def test_fault_23_one_rank_finds_nan_and_all_skip_the_batch(
+def test_one_rank_finds_nan_and_all_skip_the_batch(
     rank_spec: Callable[..., RankSpec], dying: Callable[..., Run], tmp_path: Path
 ) -> None:
     """Tables and dense weights stay as they were after the previous batch."""
@@ -266,7 +266,7 @@ def test_fault_23_one_rank_finds_nan_and_all_skip_the_batch(
 
 
 @pytest.mark.slow
-def test_fault_23_a_nan_loss_ends_all_ranks_at_once(
+def test_a_nan_loss_ends_all_ranks_at_once(
     rank_spec: Callable[..., RankSpec], dying: Callable[..., Run], tmp_path: Path
 ) -> None:
     """This is the default, without another attempt. Earlier checkpoints are whole and finite."""
@@ -343,9 +343,7 @@ def test_a_killed_training_in_lanes_resumes_with_fewer_ranks(
 
 
 @pytest.mark.slow
-def test_fault_21_damaged_checkpoints_are_skipped(
-    rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_are_skipped(rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path) -> None:
     """The newest has a flipped bit, and the one before is whole. There is also an interrupted save."""
     spec = rank_spec(tmp_path, **SETTINGS)
     shutil.copytree(undisturbed.folder / "checkpoints", tmp_path / "checkpoints")
@@ -388,7 +386,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     ("world_size", "shardings"),
     [(1, ["table_wise"]), (2, ["row_wise", "data_parallel", "column_wise"]), (4, ["row_wise"])],
 )
-def test_fault_22_state_is_equal_under_every_sharding_plan(
+def test_state_is_equal_under_every_sharding_plan(
     rank_spec: Callable[..., RankSpec],
     undisturbed: Run,
     by_rows: Run,
@@ -451,7 +449,7 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert found[name].equal(value), name
 
 
-def test_fault_21_another_hash_size_is_refused_by_name(
+def test_another_hash_size_is_refused_by_name(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, device: torch.device, tmp_path: Path
 ) -> None:
     shutil.copytree(undisturbed.folder / "checkpoints", tmp_path / "checkpoints")
@@ -513,7 +511,7 @@ run_ranks("pipeline.jobs.training.rank", spec, spec.folder, 2, 1, Limits(), show
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["as the ranks start", "as they train"])
-def test_fault_24_no_rank_outlives_its_launcher(rank_spec: Callable[..., RankSpec], tmp_path: Path, when: str) -> None:
+def test_no_rank_outlives_its_launcher(rank_spec: Callable[..., RankSpec], tmp_path: Path, when: str) -> None:
     spec = rank_spec(tmp_path, **SETTINGS, epochs=1000)
     (tmp_path / "given.json").write_text(spec.model_dump_json())
     command = [sys.executable, "-W", "ignore", "-c", LAUNCHER, str(tmp_path / "given.json")]

@@ -312,7 +312,7 @@ def test_any_position_resumes_with_the_rest(sizes: list[int], seed: int, stop: i
 )
 @example(sizes=TIGHT, seed=0, memory_rows=350, workers=6, world_size=1, faults=0.2, keeps=True)
 @example(sizes=TIGHT, seed=83, memory_rows=350, workers=6, world_size=1, faults=0.2, keeps=True)
-def test_fault_17_the_memory_bound_is_kept_or_reported_as_too_small(
+def test_the_memory_bound_is_kept_or_reported_as_too_small(
     sizes: list[int], seed: int, memory_rows: int, workers: int, world_size: int, faults: float, keeps: bool
 ) -> None:
     """Memory exceeds it only by the group that a rank waits for, and a later one. No endless wait, no false alarm."""

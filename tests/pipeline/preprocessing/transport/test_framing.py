@@ -63,7 +63,7 @@ def test_messages_arrive_whole_and_in_order(pair: Pair, count: int, size: int) -
 
 
 @pytest.mark.parametrize("size", [framing.SHORT_BYTES, 50 << 20])
-def test_fault_15_sending_does_not_wait_for_the_reader(pair: Pair, size: int) -> None:
+def test_sending_does_not_wait_for_the_reader(pair: Pair, size: int) -> None:
     """A stopped worker or a busy rank reads nothing, and the master has others to serve."""
     ours, theirs = pair
     ours.setblocking(False)

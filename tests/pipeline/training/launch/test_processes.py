@@ -209,7 +209,7 @@ def test_an_interrupted_launcher_ends_its_ranks(run: Callable[..., Event]) -> No
         ),  # not the error of the rank that lost its peer
     ],
 )
-def test_fault_19_all_ranks_start_again_when_one_dies(
+def test_all_ranks_start_again_when_one_dies(
     run: Callable[..., Event], tmp_path: Path, does: tuple[str, str], reason: str
 ) -> None:
     events: list[Event] = []
@@ -221,7 +221,7 @@ def test_fault_19_all_ranks_start_again_when_one_dies(
         assert "no luck today" in (tmp_path / "run" / "rank-0.log").read_text()  # the log of the first attempt is kept
 
 
-def test_fault_19_the_limit_of_restarts(run: Callable[..., Event]) -> None:
+def test_the_limit_of_restarts(run: Callable[..., Event]) -> None:
     events: list[Event] = []
     with pytest.raises(TrainingError) as caught:
         run("wait", "kill", restart_limit=2, on_event=events.append)
@@ -231,7 +231,7 @@ def test_fault_19_the_limit_of_restarts(run: Callable[..., Event]) -> None:
     assert [event["number"] for event in events if event["event"] == "restart"] == [1, 2]
 
 
-def test_fault_19_progress_resets_the_restart_count(run: Callable[..., Event]) -> None:
+def test_progress_resets_the_restart_count(run: Callable[..., Event]) -> None:
     events: list[Event] = []
     does = "saved-2 kill|kill|resumed-2 saved-4 kill|saved-6 kill|result"
     assert run(does, restart_limit=2, on_event=events.append)["restarts"] == 4
@@ -239,13 +239,13 @@ def test_fault_19_progress_resets_the_restart_count(run: Callable[..., Event]) -
     assert found == [(2, 1), (2, 2), (4, 1), (6, 1)]
 
 
-def test_fault_19_an_older_checkpoint_is_no_progress(run: Callable[..., Event]) -> None:
+def test_an_older_checkpoint_is_no_progress(run: Callable[..., Event]) -> None:
     """The newest was damaged, so ranks resume from an earlier one."""
     with pytest.raises(TrainingError, match="also after 1 restarts from step 2"):
         run("saved-4 kill|resumed-2 kill|resumed-2 kill", restart_limit=1)
 
 
-def test_fault_23_an_error_of_a_rank_is_not_retried(run: Callable[..., Event]) -> None:
+def test_an_error_of_a_rank_is_not_retried(run: Callable[..., Event]) -> None:
     events: list[Event] = []
     with pytest.raises(ContractError, match="column 'a'"):
         run("wait|result", "complain|", restart_limit=3, on_event=events.append)
@@ -253,7 +253,7 @@ def test_fault_23_an_error_of_a_rank_is_not_retried(run: Callable[..., Event]) -
 
 
 @pytest.mark.parametrize("does", ["stop|result", "waiting|result"])
-def test_fault_19_a_hung_group_starts_again(run: Callable[..., Event], does: str) -> None:
+def test_a_hung_group_starts_again(run: Callable[..., Event], does: str) -> None:
     events: list[Event] = []
     assert run(does, "wait|", hang_seconds=2, restart_limit=1, on_event=events.append)["restarts"] == 1
     doing = {"stop": "starting", "waiting": "waiting for a batch"}[does.split("|")[0]]

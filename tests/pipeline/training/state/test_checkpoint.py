@@ -140,7 +140,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_fault_21_a_damaged_checkpoint_is_skipped(root: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_is_skipped(root: Path, damage: str) -> None:
     spoil, message = DAMAGE[damage]
     spoil(root / "step-0000000010")
     with pytest.raises(CheckpointError, match=rf"^checkpoint 'step-0000000010': .*{message}"):
@@ -179,7 +179,7 @@ def test_no_folder_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["save", "write_json", "seal_folder"])
-def test_fault_20_a_failed_save_leaves_the_old_one_and_nothing_else(
+def test_a_failed_save_leaves_the_old_one_and_nothing_else(
     root: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -201,9 +201,7 @@ def test_fault_20_a_failed_save_leaves_the_old_one_and_nothing_else(
     ("changed", "stored"),
     [({"model/top.weight": torch.zeros(5, 3)}, "(4, 3)"), ({"model/new": torch.zeros(5, 3)}, "no such tensor")],
 )
-def test_fault_21_a_tensor_that_does_not_fit_is_named(
-    root: Path, changed: dict[str, torch.Tensor], stored: str
-) -> None:
+def test_a_tensor_that_does_not_fit_is_named(root: Path, changed: dict[str, torch.Tensor], stored: str) -> None:
     wanted = tensors() | changed
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(root / "step-0000000010", wanted)
@@ -214,7 +212,7 @@ def test_fault_21_a_tensor_that_does_not_fit_is_named(
     assert wanted["dense/top.weight/step"] == 0.0  # nothing was loaded, not even in part
 
 
-def test_fault_22_an_unexpected_tensor_is_an_error(root: Path) -> None:
+def test_an_unexpected_tensor_is_an_error(root: Path) -> None:
     wanted = tensors()
     del wanted["model/half"]
     with pytest.raises(CheckpointError) as caught:
@@ -314,7 +312,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_fault_23_weights_that_are_not_finite_are_not_saved(tmp_path: Path, background: bool) -> None:
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, background: bool) -> None:
     state = tensors() | {"tables/x": torch.tensor([1.0, float("nan")])}
     with pytest.raises(TrainingError, match=r"weights at step 3, 'tables/x': expected finite numbers, got inf or nan"):  # noqa: SIM117
         with AsyncCheckpointer(background, Checkpoints(tmp_path)) as checkpointer:
@@ -361,7 +359,7 @@ def test_export_takes_the_mean_where_there_is_one(tmp_path: Path) -> None:
     assert checkpoint.export(tmp_path / "step-0000000002")["top.weight"].equal(tensors(1)["model/top.weight"])
 
 
-def test_fault_21_a_damaged_checkpoint_is_not_exported(root: Path) -> None:
+def test_a_damaged_checkpoint_is_not_exported(root: Path) -> None:
     flip_a_bit(root / "step-0000000010")
     with pytest.raises(CheckpointError, match=r"expected sha256 \w{12}\.\. of __0_0\.distcp"):
         checkpoint.export(root / "step-0000000010")
@@ -399,7 +397,7 @@ def test_a_checkpoint_that_was_being_replaced_comes_back(root: Path, monkeypatch
     assert not list(root.glob(".*"))
 
 
-def test_fault_20_leftovers_of_interrupted_saves_are_removed(root: Path) -> None:
+def test_leftovers_of_interrupted_saves_are_removed(root: Path) -> None:
     for name_of_rubbish in (".step-0000000011.tmp", ".best.0a1b.tmp"):
         shutil.copytree(root / "step-0000000002", root / name_of_rubbish)
     checkpoint.remove_partial(root)
@@ -417,7 +415,7 @@ class Payload:
         return os.system, (f"touch '{self.canary}'",)
 
 
-def test_fault_33_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -> None:
+def test_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -> None:
     canary, folder = tmp_path / "canary", root / "step-0000000010"
     (folder / ".metadata").write_bytes(pickle.dumps(Payload(canary)))
     seal(folder)
@@ -437,7 +435,7 @@ def test_fault_33_a_payload_as_metadata_is_not_run(root: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "attack", ["builtins getattr", "builtins eval", "torch load", "torch.serialization load", "torch hub"]
 )
-def test_fault_33_names_close_to_the_allowed_ones_are_refused(root: Path, attack: str) -> None:
+def test_names_close_to_the_allowed_ones_are_refused(root: Path, attack: str) -> None:
     module, member = attack.split()
     folder = root / "step-0000000010"
     (folder / ".metadata").write_bytes(f"c{module}\n{member}\n.".encode())
@@ -447,7 +445,7 @@ def test_fault_33_names_close_to_the_allowed_ones_are_refused(root: Path, attack
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"state_dict_metadata": {}})])
-def test_fault_33_metadata_that_is_not_from_dcp_is_refused(root: Path, content: bytes) -> None:
+def test_metadata_that_is_not_from_dcp_is_refused(root: Path, content: bytes) -> None:
     folder = root / "step-0000000010"
     (folder / ".metadata").write_bytes(content)
     seal(folder)
@@ -455,7 +453,7 @@ def test_fault_33_metadata_that_is_not_from_dcp_is_refused(root: Path, content: 
         checkpoint.load(folder, tensors())
 
 
-def test_fault_33_a_payload_as_weights_is_not_run(root: Path, tmp_path: Path) -> None:
+def test_a_payload_as_weights_is_not_run(root: Path, tmp_path: Path) -> None:
     canary, folder = tmp_path / "canary", root / "step-0000000010"
     shard = folder / "__0_0.distcp"
     shard.write_bytes(pickle.dumps(Payload(canary)).ljust(shard.stat().st_size, b"\0"))
@@ -481,7 +479,7 @@ def test_exactly_the_classes_that_dcp_writes_are_allowed(root: Path, monkeypatch
 
 
 @pytest.mark.parametrize("place", ["../other/__0_0.distcp", "/tmp/x", "..", "linked"])
-def test_fault_11_shards_outside_the_checkpoint_are_not_read(root: Path, tmp_path: Path, place: str) -> None:
+def test_shards_outside_the_checkpoint_are_not_read(root: Path, tmp_path: Path, place: str) -> None:
     """The metadata name another place, and the manifest agrees with them."""
     folder = root / "step-0000000010"
     shutil.copytree(folder, root / "other")
@@ -496,7 +494,7 @@ def test_fault_11_shards_outside_the_checkpoint_are_not_read(root: Path, tmp_pat
             read(folder)
 
 
-def test_fault_11_a_checkpoint_of_links_is_skipped(root: Path) -> None:
+def test_a_checkpoint_of_links_is_skipped(root: Path) -> None:
     folder, other = root / "step-0000000010", root / "elsewhere"
     other.mkdir()
     for path in list(folder.iterdir()):

@@ -16,7 +16,7 @@ from pipeline.training.state.checkpoints import StoredCheckpoints
 from storage import objects
 from storage.objects import ObjectFolder
 from tests.objects import Store
-from tests.pipeline.training.state.test_checkpoints import tensors
+from tests.pipeline.training.state.drawn import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
 TAKEN = r"^checkpoints in s3://logs/.*: expected no other writer, got another training or attempt, which has taken"

@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from pipeline.training.state.checkpoints import StoredCheckpoints
 from storage.errors import StorageError
 from storage.objects import ObjectFolder
 from tests.objects import Store
+from tests.pipeline.training.state.drawn import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
 IDENTITY = {"plan": "a"}
@@ -31,10 +31,6 @@ def kept(folder: ObjectFolder, tmp_path: Path) -> StoredCheckpoints:
     one = StoredCheckpoints(tmp_path / "here", folder)
     one.find_latest(pytest.fail)
     return one
-
-
-def tensors(seed: int) -> dict[str, Any]:
-    return {"model/weight": torch.randn(40, 3, generator=torch.Generator().manual_seed(seed))}
 
 
 def save(kept: StoredCheckpoints, *steps: int, name: str | None = None) -> None:

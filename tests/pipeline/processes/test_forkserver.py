@@ -16,7 +16,7 @@ from pipeline.jobs.warm_up import start_fork_servers
 from pipeline.processes import forkserver
 from pipeline.processes.forkserver import ForkedProcess, prepare, start_process, stop_servers
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import json, os, signal, sys, time
 from pathlib import Path

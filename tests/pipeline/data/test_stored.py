@@ -5,7 +5,7 @@ import datetime
 import pyarrow as pa
 import pytest
 
-from pipeline.data.joined.stored import to_days
+from pipeline.data.stored import to_days
 from pipeline.errors import DataError
 
 DAY = datetime.date(2024, 1, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.processes.process import kill_process, process_start
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CHILD = "import os, time; from pipeline.processes.process import die_with_parent; die_with_parent({parent}); print('alive', flush=True); time.sleep(60)"
 PARENT = f"""
 import os, subprocess, sys

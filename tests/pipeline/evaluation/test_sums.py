@@ -132,7 +132,7 @@ def test_weights_that_sum_to_little_fill_all_bins(rows: dict[str, Any]) -> None:
         ([0, 1], [0.4, float("nan")], "1 predictions are not probabilities"),
     ],
 )
-def test_fault_13_undefined_with_a_reason(labels: list[int], probabilities: list[float], reason: str) -> None:
+def test_undefined_with_a_reason(labels: list[int], probabilities: list[float], reason: str) -> None:
     """With and without weights."""
     adds: list[Callable[[], Quality]] = []
     for weights in (None, np.array([3.0, 0.5])):

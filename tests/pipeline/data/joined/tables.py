@@ -1,0 +1,18 @@
+"""Rows in a table, and all rows of a reader."""
+
+from typing import Any
+
+import pyarrow as pa
+
+from storage.reader import SnapshotRef
+from storage.warehouse import Warehouse
+
+
+def stored(warehouse: Warehouse, rows: pa.Table, name: str = "t") -> SnapshotRef:
+    days = dict.fromkeys(rows.column("day").unique().to_pylist(), "x")
+    return warehouse.replace_days(name, days, rows.schema, rows.to_batches(), rows.num_rows)
+
+
+def read(reader: Any) -> pa.Table:
+    parts = [reader.read(fragment) for fragment in reader.fragments()]
+    return pa.concat_tables([reader.empty(), *parts])
