@@ -28,9 +28,9 @@ from pydantic import TypeAdapter, ValidationError
 from flows.runtime.access import authenticated, find_own_server, server_address
 from flows.runtime.dlrm import parameters_of
 from flows.runtime.environment import make_private
+from flows.runtime.placeholders import complete, note_path
 from flows.runtime.plain import is_plain
-from flows.runtime.private import hide, remember
-from flows.runtime.remedies import complete, note_path
+from flows.runtime.redaction import hide, remember
 from flows.runtime.server import Process, TemporaryServer
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft

@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from flows.runtime.environment import quiet_libraries
-from flows.runtime.private import hide, hide_in_logs, remember
-from flows.runtime.remedies import complete, complete_logs, given_path, note_path
+from flows.runtime.placeholders import complete, complete_logs, given_path, note_path
+from flows.runtime.redaction import hide, hide_in_logs, remember
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path
