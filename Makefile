@@ -9,9 +9,9 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 # Extras to install in addition to the lock, such as EXTRAS=ray. Rebuilding an environment keeps its extras.
 EXTRAS ?=
 RUN = $(VENV)/bin/python
-# Test processes. conftest.py decides the order in which they get the test files.
+# Test processes. One that has no more tests takes over half of another's.
 TESTERS ?= 2
-TEST = $(RUN) -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder
+TEST = $(RUN) -m pytest -n $(TESTERS) --dist worksteal
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
 MODEL ?= demo
@@ -34,7 +34,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo quality docs screenshots paper test test-slow test-all test-gpu simulate fuzz lint check ui serve serve-mlflow worker deploy doctor lock clean
+.PHONY: help setup demo quality docs screenshots paper test test-slow test-all test-gpu simulate fuzz lint check nightly ui serve serve-mlflow worker deploy doctor lock clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1@/' | column -t -s@
@@ -62,14 +62,14 @@ docs: setup  ## generate the reference pages and build docs/ into site/; a broke
 screenshots: setup  ## make the screenshots of docs/images anew; needs Chromium
 	@$(RUN) docs/screenshots.py
 
-test: setup  ## run the fast tests
+test: setup  ## run the fast tests, which need no extra
 	@$(TEST)
 
-test-slow: setup  ## run the slow tests: servers, kills, whole runs
-	@$(TEST) -m 'slow and not gpu' --timeout=900
+test-slow: setup  ## run one slow test for each promise, and the tests that need extras
+	@$(TEST) -m '(slow or extra) and not nightly and not gpu' --timeout=900
 
-test-all: setup  ## run both, and start their shared processes and fixtures only once
-	@$(TEST) -m 'not gpu' --timeout=900
+test-all: setup  ## run every test that needs no GPU; fails if a fast test takes over 3 seconds
+	@$(TEST) -m 'not gpu' --timeout=900 --fast-seconds=3
 
 test-gpu: setup  ## run the tests that need CUDA devices, and the trainer's tests on one
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
@@ -87,7 +87,13 @@ lint: setup  ## run ruff and mypy
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m mypy
 
-check: lint test  ## run linters and fast tests
+check: setup  ## run linters and the fast tests, side by side
+	@$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
+	@$(RUN) -m mypy & types=$$!; trap 'kill $$types 2>/dev/null || true' EXIT; $(TEST) && wait $$types
+
+nightly: lint test-all  ## run everything: linters, all tests, simulated faults and damaged files
+	@$(MAKE) --no-print-directory simulate SCHEDULES=20000
+	@$(MAKE) --no-print-directory fuzz MINUTES=5
 
 ui: setup  ## run Prefect and MLflow on loopback; Ctrl-C stops both
 	@$(RUN) -m flows.ui $(HOME_FOLDER) prefect_port=$(PREFECT_PORT) mlflow_port=$(MLFLOW_PORT)

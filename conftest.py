@@ -1,70 +1,59 @@
-"""Says in which order and processes the tests run. Modules that need an extra have their examples run where it is."""
+"""The three tiers of tests, and what of the tree is collected without the extras."""
 
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 NEEDS_RAY = [
     "pipeline/jobs/evaluation/ray_portions.py",
     "pipeline/preprocessing/ray_executor.py",
     "pipeline/training/launch/ray_group.py",
 ]
+"""Modules of the product whose examples can run only where Ray is."""
+LATER = {"slow", "nightly", "gpu"}
+"""Marks of tests that `make check` leaves out."""
+
 collect_ignore = [] if find_spec("ray") else NEEDS_RAY
 
-CLUSTERS = (
-    "tests/hosts/test_ranks.py",
-    "tests/hosts/test_flows.py",
-    "tests/hosts/test_external.py",
-    "tests/hosts/test_batches.py",
-    "tests/hosts/test_rig.py",
-    "tests/pipeline/training/launch/test_ray_train.py",
-    "tests/pipeline/jobs/evaluation/test_portions.py",
-    "tests/pipeline/preprocessing/test_ray_executor.py",
-)
-"""Files that start clusters, one after the other: several at once starve each other on two processors."""
-LONGEST = (
-    "tests/flows/test_servers.py",
-    *CLUSTERS,
-    "tests/pipeline/jobs/training/test_rank.py",
-    "tests/flows/test_train.py",
-    "tests/pipeline/preprocessing/test_chaos.py",
-    "tests/flows/test_preprocess.py",
-    "tests/flows/test_shared_catalog.py",
-    "tests/flows/test_checkpoint.py",
-    "tests/flows/test_characterize.py",
-    "tests/flows/test_estimate.py",
-    "tests/flows/test_quality.py",
-    "tests/flows/test_sweep.py",
-    "tests/pipeline/training/test_asynchronous.py",
-    "tests/flows/test_recurring.py",
-    "tests/pipeline/preprocessing/test_client.py",
-    "tests/flows/test_sharding.py",
-    "tests/benchmarks/test_training.py",
-    "tests/flows/test_outage.py",
-    "tests/flows/test_release.py",
-    "tests/flows/test_gate.py",
-    "tests/flows/test_replay.py",
-    "tests/pipeline/training/tables/test_sharding.py",
-    "tests/flows/test_doctor.py",
-)
-"""Files whose tests take longest, the longest first."""
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """What tests share has no examples, and some of it cannot be imported without an extra."""
+    inside = Path(__file__).parent / "tests" in collection_path.parents
+    shared = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest"))
+    return True if inside and shared else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A long file that comes last leaves the other processes idle."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.location[0], len(LONGEST)))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fast-seconds", type=float, help="fail if a test without a mark of a later tier takes longer than this"
+    )
 
 
-class OneCluster(LoadFileScheduling):
-    """Gives each process whole files, and all files that start clusters to one process."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return "clusters" if file in CLUSTERS else file
+def pytest_configure(config: pytest.Config) -> None:
+    limit = config.getoption("--fast-seconds")
+    if limit is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FastTests(limit))
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneCluster:
-    return OneCluster(config, log)
+class FastTests:
+    """Fails a session in which a fast test was slow.
+
+    Args:
+        limit: Most seconds that a fast test itself may take. What sets it up may serve other tests and is not counted.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.slow = limit, dict[str, float]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" and report.duration > self.limit and not LATER & report.keywords.keys():
+            self.slow[report.nodeid] = report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.slow and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for name, seconds in sorted(self.slow.items(), key=lambda one: -one[1]):
+            terminalreporter.line(f"slower than a fast test may be: {seconds:.1f} s, {name}. Mark it slow or nightly.")

@@ -31,7 +31,7 @@ from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import hash_batch
-from pipeline.preprocessing.worker import Costs
+from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.transforms.ops.sparse import SigridHash
 from storage.artifacts import remove
 

@@ -19,9 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.wide_table import LABEL, LIMIT, LIST_COLUMNS, MEAN, NUMBER_COLUMNS, READ, SIZE, STD, WideTable
-from pipeline.preprocessing.batches import BatchWork, Window
-from pipeline.preprocessing.memory import Arrays, Segment, Slabs
-from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.memory import Arrays, Segment, Slabs
+from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.worker import Worker
 from storage.reader import Fragment
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.control_plane --json
 
-The real master, stream and desk run. Workers finish at once, and a rank takes each group of batches at once. Nothing is
-read, and nothing goes through a socket, a process or shared memory. So the figures are the bookkeeping alone, all of it
-in one thread. A lease is work given to a worker: a split to read, or a group of batches to make. Seconds are those of
-the processor, because a shared machine stretches others.
+The real master, stream and protocol run. Workers finish at once, and a rank takes each group at once. Nothing
+is read, and nothing goes through a socket, a process or shared memory. So the figures are the bookkeeping alone, all of
+it in one thread. A lease is work given to a worker: a split to read, or a group of batches to make. Seconds are those
+of the processor, because a shared machine stretches others.
 """
 
 import argparse
@@ -26,15 +26,16 @@ import psutil
 
 from benchmarks.machine import describe_machine, machine, say
 from pipeline.data.position import Position
-from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.desk import Connection, Desk, Incoming
+from pipeline.preprocessing.epoch.batches import BatchWork
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.memory import Segment
+from pipeline.preprocessing.epoch.request import Request
+from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import Executor, WorkDone, WorkerStarted
 from pipeline.preprocessing.master import Master
-from pipeline.preprocessing.memory import Segment
-from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.stream import Request
-from pipeline.preprocessing.worker import Costs
+from pipeline.preprocessing.rank_protocol import RankProtocol
+from pipeline.preprocessing.transport.connection import Connection, Incoming
 from storage.reader import Fragment
 
 WORKERS = (1, 8, 64, 512)
@@ -103,7 +104,7 @@ class Rank:
         self.messages: deque[Incoming] = deque()
         self.batches = self.rows = 0
         self.ended = False
-        self.desk = Desk(master, self.receive, lambda connection: None)
+        self.protocol = RankProtocol(master, self.receive, lambda connection: None)
 
     def receive(self, connection: Connection, message: dict[str, Any], descriptors: list[int]) -> None:
         """Takes what the master sends, and asks for the next group."""
@@ -125,7 +126,7 @@ class Rank:
     def turn(self, master: Master) -> None:
         """Lets the master handle one message or one event."""
         event = self.messages.popleft() if self.messages else master.next_event(0.0)
-        self.desk.turn(event)
+        self.protocol.turn(event)
         if master.failure is not None:
             raise master.failure
 
@@ -172,7 +173,7 @@ def run(fragments: list[Fragment], workers: int, leased: int) -> dict[str, Any]:
             rank.turn(master)
         start = time.thread_time()
         request = {"open": make_request().model_dump(mode="json"), "rank": 0}
-        rank.desk.turn(Incoming(rank.connection, request))
+        rank.protocol.turn(Incoming(rank.connection, request))
         opened = time.thread_time()
         rank.ask()
         while not rank.batches:

@@ -37,8 +37,8 @@ from pipeline.data.joined.sorting import SortedLayout, open_sorted
 from pipeline.data.joined.source import SourceRows, pin_sources
 from pipeline.data.selection import Selection
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.memory import PrivateWriter
-from pipeline.preprocessing.splits import Split
+from pipeline.preprocessing.epoch.memory import PrivateWriter
+from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.joins import History
 from pipeline.transforms.plan.plan import build_plan

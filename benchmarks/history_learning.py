@@ -37,7 +37,7 @@ from benchmarks.quality import missing_data
 from flows.runtime.environment import quiet_libraries, set_environment
 from pipeline.config import load
 from pipeline.config.run import read_values
-from pipeline.jobs.tables.ingest import ingest_days
+from pipeline.jobs.ingest.ingest import ingest_days
 from pipeline.jobs.training.run import train_version
 from pipeline.jobs.workspace import Workspace
 

@@ -18,9 +18,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.config import load
-from pipeline.jobs.clean import clean
-from pipeline.jobs.tables.layout import READS
+from pipeline.jobs.reads import READS
 from pipeline.jobs.training.job import tag_inputs
+from pipeline.jobs.upkeep.clean import clean
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, move_alias
 from pipeline.registration.tracking import RESULT

@@ -22,9 +22,9 @@ from pipeline.data.position import Position
 from pipeline.preprocessing.client import Client, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.worker import Costs
 
 ROWS = "rows"
 """Name of the only selection."""

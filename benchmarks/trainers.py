@@ -43,8 +43,8 @@ from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
-from pipeline.forkserver import start_process
-from pipeline.process import LIBRARY_ENVIRONMENT
+from pipeline.processes.forkserver import start_process
+from pipeline.processes.process import LIBRARY_ENVIRONMENT
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.model import shard_model
 from pipeline.training.trainer import Trainer

@@ -14,6 +14,7 @@ from pydantic import PositiveInt
 from flows.recurring import recurring
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
+from pipeline.jobs.ingest.ingest import ingest_event_tables
 from pipeline.jobs.recurring.backfill import (
     describe_backfill,
     describe_day,
@@ -22,7 +23,6 @@ from pipeline.jobs.recurring.backfill import (
     write_days_side_by_side,
 )
 from pipeline.jobs.recurring.day import require_hash_split
-from pipeline.jobs.tables.ingest import ingest_event_tables
 from pipeline.jobs.workspace import Workspace
 
 

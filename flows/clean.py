@@ -10,7 +10,7 @@ from typing import Any
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.clean import clean as remove_old
+from pipeline.jobs.upkeep.clean import clean as remove_old
 
 
 @flow("clean")

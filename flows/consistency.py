@@ -13,7 +13,7 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.tables.consistency import check_consistency
+from pipeline.jobs.features.consistency import check_consistency
 
 
 @flow("consistency")

@@ -19,17 +19,9 @@ from typing import Any
 
 from flows.runtime.access import find_own_server, is_held
 from flows.runtime.environment import set_environment
-from flows.runtime.server_checks import (
-    Check,
-    judge,
-    mlflow_tables,
-    prefect_tables,
-    reachable,
-    stuck_runs,
-    ui_ports,
-)
-from pipeline import process
+from flows.runtime.server_checks import Check, judge, mlflow_tables, prefect_tables, reachable, stuck_runs, ui_ports
 from pipeline.errors import ContractError
+from pipeline.processes import process
 
 ROOT = Path(__file__).resolve().parent.parent
 PINNED = {"torch": "2.13.0", "torchrec": "1.8.0"}

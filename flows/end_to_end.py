@@ -12,8 +12,8 @@ from flows.ingest import ingest
 from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
+from pipeline.jobs.ingest.ingest import require_one_config
 from pipeline.jobs.outcome import show_outcome
-from pipeline.jobs.tables.ingest import require_one_config
 
 
 @flow("end-to-end")

@@ -11,7 +11,7 @@ from typing import Any
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.tables.ingest import enrich_days
+from pipeline.jobs.ingest.ingest import enrich_days
 
 
 @flow("enrich")

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from pipeline.process import CHECKOUT, PACKAGES
+from pipeline.processes.process import CHECKOUT, PACKAGES
 
 FOLDERS = ("configs", "data")
 

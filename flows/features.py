@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.tables.catalog import Action, State, run_action
+from pipeline.jobs.features.catalog import Action, State, run_action
 
 
 @flow("features")

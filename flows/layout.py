@@ -12,7 +12,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.tables.layout import change_layout
+from pipeline.jobs.upkeep.layout import change_layout
 
 
 @flow("layout")

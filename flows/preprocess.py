@@ -12,7 +12,7 @@ from pydantic import NonNegativeInt
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.tables.preprocess import preprocess_epoch
+from pipeline.jobs.ingest.preprocess import preprocess_epoch
 
 
 @flow("preprocess")

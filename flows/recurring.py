@@ -14,10 +14,10 @@ from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
 from pipeline.errors import EmptyDatasetError
-from pipeline.jobs.clean import clean
+from pipeline.jobs.ingest.ingest import require_one_config
 from pipeline.jobs.recurring.day import has_champion, require_hash_split
 from pipeline.jobs.recurring.run import train_day, train_new_days
-from pipeline.jobs.tables.ingest import require_one_config
+from pipeline.jobs.upkeep.clean import clean
 from pipeline.jobs.workspace import Workspace
 
 

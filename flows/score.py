@@ -13,7 +13,7 @@ from pydantic import PositiveInt
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.tables.score_days import score_days
+from pipeline.jobs.serving.score_days import score_days
 
 
 @flow("score")

@@ -12,7 +12,7 @@ from typing import Any
 from flows.runtime.flow import flow, open_console
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft, load_draft
-from pipeline.jobs.tables.suggest import DraftJob, given_source, write_suggestion
+from pipeline.jobs.features.suggest import DraftJob, given_source, write_suggestion
 
 
 @flow("suggest")

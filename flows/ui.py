@@ -21,7 +21,7 @@ from flows.runtime.front import run_main
 from flows.runtime.server import require_known_tables
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.outcome import MLFLOW_ADDRESS
-from pipeline.process import die_with_parent
+from pipeline.processes.process import die_with_parent
 
 NAMES = (HOST, "localhost")
 """Of the pages, in a browser on this machine."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 from storage.errors import (
+    ConfigError,
     ConflictError,
     ContractError,
     CorruptFileError,
@@ -29,10 +30,6 @@ __all__ = [
     "from_wire",
     "to_wire",
 ]
-
-
-class ConfigError(ContractError):
-    """The configuration contradicts itself or its data."""
 
 
 class ColumnError(ConfigError):

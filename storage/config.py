@@ -32,8 +32,8 @@ class StorageConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Where trainings keep what another machine needs to continue them."""
 
     path: str | None = None
-    """Address in an object store, such as s3://bucket/trainings, for checkpoints and exported weights. Ranks on several
-    hosts then need no common folder, and any machine continues a training. None: they stay below `home`."""
+    """Address in an object store, such as s3://bucket/trainings, for checkpoints and exported weights. Ranks of Ray
+    on several hosts then need no common folder, and any machine continues a training. None: they stay below `home`."""
 
     @field_validator("path")
     @classmethod

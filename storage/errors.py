@@ -44,6 +44,10 @@ class ContractError(Exception):
         return f"{where}: expected {expected}, got {actual}. {remedy}"
 
 
+class ConfigError(ContractError):
+    """The configuration contradicts itself or its data."""
+
+
 class StorageError(ContractError):
     """The warehouse cannot do what was asked."""
 

@@ -6,7 +6,7 @@ import sqlite3
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import mlflow.store.db.utils as mlflow_tables
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from flows.runtime.environment import quiet_libraries, set_environment
-from pipeline import forkserver
 from pipeline.jobs.training.rank import start_group
+from pipeline.processes import forkserver
 from pipeline.training.config import TrainConfig
+from tests.sharing import session_folder
 
 set_environment()
 quiet_libraries()
@@ -78,6 +80,15 @@ def _end_quietly() -> None:
     """DuckDB prints a page about leaks when the interpreter is torn down after a flow."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+@pytest.fixture(autouse=True)
+def one_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Lets tests with the mark `cluster` run one at a time: several at once starve each other on two processors."""
+    with ExitStack() as stack:
+        if request.node.get_closest_marker("cluster") is not None:
+            stack.enter_context(FileLock(session_folder(tmp_path_factory) / "cluster.lock"))
+        yield
 
 
 @pytest.fixture(scope="session")

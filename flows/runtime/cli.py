@@ -38,7 +38,7 @@ from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.warm_up import load_stores, start_fork_servers
-from pipeline.process import loading
+from pipeline.processes.process import loading
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
 TRAINING = ("train", "end_to_end", "recurring", "backfill", "replay", "sweep", "release")

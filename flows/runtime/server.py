@@ -20,7 +20,7 @@ from pathlib import Path
 
 from flows.runtime.access import SERVERS, header, make_secret, protect
 from pipeline.errors import ConfigError
-from pipeline.process import die_with_parent, loading
+from pipeline.processes.process import die_with_parent, loading
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from pipeline.errors import ConfigError
-from pipeline.process import ROOT
+from pipeline.processes.process import ROOT
 from storage.objects import is_address
 
 

@@ -23,7 +23,6 @@ from pipeline.config.complaints import PRIVATE, explain
 from pipeline.config.files import home_path, put, read_yaml
 from pipeline.config.retention import RetentionConfig
 from pipeline.data.config import SplitConfig
-from pipeline.data.filters import check_filter
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy
@@ -37,6 +36,7 @@ from pipeline.transforms.joins import EventWindow, FeatureJoin, History, share_f
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema, SparseGroup
 from storage.config import NAME, PARTS, StorageConfig, WarehouseConfig, find_owner
+from storage.filters import check_filter
 
 M = TypeVar("M", bound=BaseModel)
 EXECUTION_KEYS = {

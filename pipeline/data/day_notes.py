@@ -46,8 +46,8 @@ class DayNote(BaseModel, frozen=True):
     """Files of the outcome log that may hold outcomes of the day."""
     lookups: Mapping[str, str] = {}
     """Side table -> fingerprint of the stamps of its files."""
-    definition: str = ""
-    """Fingerprint of the config that says what rows and labels are. Empty: not noted."""
+    definition: str
+    """Fingerprint of the config that says what rows and labels are."""
     refill: tuple[str, ...] = ()
     """Feature sources whose columns the ingest was to backfill into the day."""
     sources: Mapping[str, str] = {}
@@ -57,7 +57,7 @@ class DayNote(BaseModel, frozen=True):
 def day_notes(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, DayNote]:
     """Returns day -> the ingest's note about its rows in the snapshot.
 
-    Leaves out days that an earlier version of this code or another engine wrote.
+    Leaves out days that another engine wrote.
     """
     found = _notes(warehouse, snapshot)
     return {day: DayNote.model_validate(note[INGEST]) for day, note in found.items() if INGEST in note}

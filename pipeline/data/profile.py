@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data.columns import TRAILING_DAYS
 from pipeline.data.stacks import (
     SINGLE,
     VALUE_STATISTICS,
@@ -21,6 +20,7 @@ from pipeline.data.stacks import (
     value_query,
 )
 from storage.keys import MOST_KEYS
+from storage.names import TRAILING_DAYS
 from storage.query import column_types, quote
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse

@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from pyiceberg.expressions import And, BooleanExpression, EqualTo
 
 from pipeline.data.config import PARTS, HashSplit, Part, SplitConfig, day_span
-from pipeline.data.filters import parse_filter
-from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.transforms.column import from_arrow, sparse_from_arrow
 from pipeline.transforms.kernels import hashing
 from pipeline.transforms.kernels.row_hashes import row_hashes
@@ -19,6 +18,7 @@ from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.plan.schedule import single_array
 from pipeline.transforms.schema import unknown_column
 from storage.arrow import is_list, is_text
+from storage.filters import parse_filter
 from storage.reader import Fragment
 from storage.snapshot.row_filter import RowChoice
 
@@ -253,3 +253,18 @@ def _named_days(texts: Sequence[str], where: str, days: Sequence[datetime.date])
             )
         chosen.update(found)
     return sorted(chosen)
+
+
+def require_row_count(read: int, pinned: int | None, data: str) -> None:
+    """Requires that a whole pass read as many rows as were pinned.
+
+    Args:
+        data: Names the rows in the error.
+    Raises:
+        DataError: If they differ.
+    """
+    if pinned is not None and read != pinned:
+        raise DataError(
+            f"rows of {data}", f"the {pinned} rows that were pinned", f"{read} in a pass over all of them",
+            "Do not use this result. Ingest the days again with force=true, and report this as a bug.",
+        )  # fmt: skip

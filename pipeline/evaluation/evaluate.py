@@ -76,7 +76,7 @@ class EvalReport(BaseModel, frozen=True):
     notes: Mapping[str, str] = {}
     """Slice column -> why it has no slices."""
     ne_low: float | None = None
-    """Bounds of the interval of NE over all rows, as independent draws. None: undefined, or of an earlier version."""
+    """Bounds of the interval of NE over all rows, as independent draws. None: undefined."""
     ne_high: float | None = None
 
     @property

@@ -6,16 +6,14 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from pipeline.data.columns import MOST_SECONDS, MOST_WEIGHT, NAME, TRAILING_DAYS, Names, require_both_times
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
 from storage.config import DAY, TableConfig, WarehouseConfig
+from storage.names import MOST_SECONDS, MOST_WEIGHT, NAME, TRAILING_DAYS, Names, require_both_times
 
 WEIGHT = "sample_weight"
 """Column with the number of impressions that a row represents after negatives were downsampled."""
 
-AS_OF_KEYS = ("valid_from", "as_of", "delay_seconds")
-"""Keys of a side table that earlier versions lacked. Days that were written without them stay as they are."""
 TABLE_KEYS = ("table", "branch", "day_zone")
 """Keys of a source that is read as it is."""
 Format = Literal["auto", "parquet", "csv", "json", "avro", "criteo"]
@@ -241,10 +239,7 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
     def ingested(self) -> dict[str, Any]:
         """Returns the values that say what an ingest reads, without the keys of `table`."""
-        values = self.model_dump(mode="json", exclude=set(TABLE_KEYS))
-        values["generator"] = None if self.generator is None else self.generator.content()
-        sides = [{key: side[key] for key in side if side[key] or key not in AS_OF_KEYS} for side in values["lookups"]]
-        return values | {"lookups": sides}
+        return self.model_dump(mode="json", exclude=set(TABLE_KEYS))
 
     @model_validator(mode="after")
     def _new_names_fit(self) -> Self:

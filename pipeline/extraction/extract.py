@@ -399,7 +399,7 @@ def _result(
         days_changed=tuple(plan.changed),
         days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
         days_open=tuple(day.day for day in plan.wanted if day.note.open),
-        days_outdated=tuple(sorted(day for day, note in noted.items() if note.definition not in ("", plan.definition))),
+        days_outdated=tuple(sorted(day for day, note in noted.items() if note.definition != plan.definition)),
         stale_lookups=_count_stale(noted, [day for day in plan.wanted if day.day in plan.unchanged]),
         checked=checked,
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.columns import TRAILING_DAYS
 from pipeline.data.profile import (
     SCHEMA,
     add_drift,
@@ -21,6 +20,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, check, columns_of_day, rows_of_day
 from pipeline.extraction.config import ChecksConfig, Rule
 from pipeline.extraction.sources import first_line
+from storage.names import TRAILING_DAYS
 from storage.query import quote
 from storage.reader import DAY
 from storage.warehouse import Warehouse

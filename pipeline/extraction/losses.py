@@ -26,7 +26,7 @@ class StoredDay:
 
     rows: int
     note: DayNote | None
-    """None: an earlier version of this code or another engine wrote the day."""
+    """None: another engine wrote the day."""
     columns: Columns
     """Stored statistics of these rows. Empty if there are none."""
     backfilled: frozenset[str]

@@ -304,7 +304,8 @@ def generate_logs(context: SourceContext, report: Report) -> Path:
     generator, outcomes = context.source.generator, context.source.outcomes
     assert generator is not None
     assert outcomes is not None
-    folder = context.logs / f"{context.table}-{fingerprint([generator.content(), outcomes.window_seconds])[:12]}"
+    identity = fingerprint([generator.model_dump(mode="json"), outcomes.window_seconds])[:12]
+    folder = context.logs / f"{context.table}-{identity}"
     if not (folder / "complete").exists():
         total = generator.days * generator.rows_per_day
         made = Counter[str]()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import duckdb
 
-from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT, NAME
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig, refuse_outcomes
 from pipeline.extraction.formats.text import FILE, ISO_DAY
@@ -16,6 +15,7 @@ from pipeline.extraction.join import LEFT_OUT, REASON
 from pipeline.extraction.sources import ROW
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
 from storage.keys import is_key
+from storage.names import LEAST_WEIGHT, MOST_WEIGHT, NAME
 from storage.query import column_types, quote
 from storage.reader import DAY
 

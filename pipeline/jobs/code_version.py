@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
 
-from pipeline.process import CHECKOUT, PACKAGES
+from pipeline.processes.process import CHECKOUT, PACKAGES
 from storage.artifacts import read_note, write_text
 
 CODE = "code.json"
@@ -74,10 +74,6 @@ def trained_by(folder: Path) -> CodeVersion:
 def name_each(values: Sequence[str]) -> str:
     """Returns different values in order, as text."""
     return ", ".join(dict.fromkeys(values))
-
-
-LEARNING_VERSION = 2
-"""Raise it when a change makes another model of the same rows, config and seed. Finished work then warns."""
 
 
 def read_commit() -> str:

@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.config import RunConfig
-from pipeline.forkserver import prepare
-from pipeline.process import PACKAGES, limit_threads, loading
+from pipeline.processes.forkserver import prepare
+from pipeline.processes.process import PACKAGES, limit_threads, loading
 from pipeline.registration.config import RegistrationConfig
 from pipeline.training.launch.processes import rank_environment, resolve_threads
 

@@ -149,8 +149,8 @@ class Workspace:
         """Waits until no other process does the same work in this `home`, or on the same catalog.
 
         Two trainings of a model at once would share the processors and be compared with the same champion. Two ingests
-        of a table would write its days twice. The lock is the kernel's: it ends with its process. If the catalog is a
-        database that machines share, a lease there does the same for all of them.
+        of a table would write its days twice. The lock is the kernel's: it ends with its process. If the catalog is in
+        Postgres, a lock there does the same for all machines that share it.
 
         Args:
             work: Such as "training of model 'demo'".
@@ -164,23 +164,23 @@ class Workspace:
             self.console.log.info("waiting: another %s is running; this one starts when it ends", work)
             lock.acquire(poll_interval=0.5)
         try:
-            with self._lease(work):
+            with self._database_lock(work):
                 yield
         finally:
             lock.release()
 
     @contextmanager
-    def _lease(self, work: str) -> Iterator[None]:
+    def _database_lock(self, work: str) -> Iterator[None]:
         engine = getattr(self.warehouse.catalog, "engine", None) if self.config.warehouse.catalog else None
-        if engine is None or engine.dialect.name == "sqlite":  # Iceberg's check at each commit remains
+        if engine is None or engine.dialect.name != "postgresql":  # Iceberg's check at each commit remains
             yield
             return
-        from pipeline.jobs.lease import lease
+        from pipeline.jobs.database_lock import database_lock
 
         def wait(holder: str) -> None:
             self.console.log.info("waiting: another %s is running, %s; this one starts when it ends", work, holder)
 
-        with lease(engine, f"{self.config.warehouse.namespace}: {work}", wait):
+        with database_lock(engine, f"{self.config.warehouse.namespace}: {work}", wait):
             yield
 
     @contextmanager

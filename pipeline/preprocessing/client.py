@@ -3,49 +3,32 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from pydantic import BaseModel, ValidationError
 
 from models.dlrm import SharedFeatures
 from pipeline.data.batch import Batch, keyed_lists
 from pipeline.data.position import LostRows, Position, Times
-from pipeline.errors import ConfigError, DataError, from_wire
+from pipeline.errors import ConfigError, DataError
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.epoch.memory import Arrays, SegmentNote
+from pipeline.preprocessing.epoch.request import BatchNote, Request
 from pipeline.preprocessing.master import Master
-from pipeline.preprocessing.memory import Arrays, SegmentNote
-from pipeline.preprocessing.stream import BatchNote, Request
-from pipeline.preprocessing.transport import wire
-from pipeline.preprocessing.transport.places import ServiceAddress
+from pipeline.preprocessing.transport import framing
+from pipeline.preprocessing.transport.addresses import ServiceAddress
+from pipeline.preprocessing.transport.conversation import (
+    Conversation,
+    Deliveries,
+    Delivery,
+    check_delivery,
+    invalid_message,
+    parse_notes,
+)
 from storage.scratch import ScratchFolder
-
-Delivery = tuple[Sequence[BatchNote], Arrays]
-"""A group of batches as a worker made it: one note for each batch, and the arrays of all."""
-Deliveries = Generator[Delivery, None, tuple[LostRows, ...]]
-"""Yields the groups of an epoch. Returns the row groups that were lost up to its end. See `Position.lost`."""
-
-
-DELIVERED = {
-    "shares": ("int64", 3), "dense": ("float32", 2), "labels": ("float32", 1), "weights": ("float32", 1),
-    "lengths": ("int32", 1), "values": ("int64", 1),
-}  # fmt: skip
-"""Data types and numbers of dimensions of a delivery's arrays; see `Worker.make_batches`."""
-
-
-class _Notes(BaseModel, frozen=True):
-    """An answer that delivers batches."""
-
-    notes: tuple[BatchNote, ...]
-
-
-class _End(BaseModel, frozen=True):
-    """An answer at the end of an epoch."""
-
-    end: tuple[LostRows, ...]
 
 
 class BatchSource(Protocol):
@@ -56,50 +39,6 @@ class BatchSource(Protocol):
 
     def ranks(self, rank: int, world_size: int) -> tuple[int, ...]:
         """Returns the ranks whose shares are made together with this rank's."""
-
-
-class Conversation:
-    """A rank's side of the messages of an epoch, without a socket.
-
-    Attributes:
-        lost: See `Position.lost`. Known at the end.
-    """
-
-    def __init__(self, request: Request, rank: int) -> None:
-        self.request, self.rank = request, rank
-        self.number = self.failures = 0
-        self.lost: tuple[LostRows, ...] = ()
-
-    def open(self) -> list[wire.Message]:
-        """Returns the first messages: the request of the epoch and that for the first group of batches."""
-        opening = {"open": self.request.model_dump(mode="json"), "rank": self.rank}
-        return [opening, {"take": 0, "done": -2, "rows": 0, "waited": 0.0}]
-
-    def follow(self, answer: wire.Message, waited: float) -> wire.Message | None:
-        """Returns the request for the next group. Send it before you use this group. Returns None at the end.
-
-        Args:
-            waited: Seconds until the answer came.
-        Raises:
-            ContractError: The error that stopped the service, or that the answer is invalid.
-        """
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        if "end" in answer:
-            try:
-                self.lost = _End.model_validate(answer).end
-            except ValidationError:
-                raise _invalid("its end") from None
-            return None
-        rows = sum(note.rows for note in parse_notes(answer))
-        waited = waited if self.number else 0.0  # leaves out the start of the workers
-        self.number += 1
-        return {"take": self.number, "done": self.number - 2, "rows": rows, "waited": waited}
-
-    def ask_again(self) -> wire.Message:
-        """Returns the request for the same group, which its worker did not deliver. Another answer follows."""
-        self.number, self.failures = self.number - 1, self.failures + 1
-        return {"take": self.number, "done": self.number - 2, "rows": 0, "waited": 0.0, "again": self.failures}
 
 
 class ServiceSource:
@@ -127,10 +66,10 @@ class ServiceSource:
             try:
                 channel.connect(f"\0{self.address}")
                 for message in talk.open():
-                    wire.send(channel, message)
+                    framing.send(channel, message)
                 while True:
                     begun = time.perf_counter()
-                    received = wire.receive(channel)
+                    received = framing.receive(channel)
                     waited = time.perf_counter() - begun
                     if received is None:
                         raise ConnectionError
@@ -141,8 +80,8 @@ class ServiceSource:
                             return talk.lost
                         delivery = map_delivery(request, answer, descriptors)
                     finally:
-                        wire.close(descriptors)
-                    wire.send(channel, following)
+                        framing.close(descriptors)
+                    framing.send(channel, following)
                     yield delivery
             except OSError:
                 raise DataError(
@@ -165,7 +104,7 @@ def open_remote_source(address: str | ServiceAddress, connections: int) -> Batch
     return NetworkSource(address, connections)
 
 
-def map_delivery(request: Request, message: wire.Message, descriptors: Sequence[int]) -> Delivery:
+def map_delivery(request: Request, message: framing.Message, descriptors: Sequence[int]) -> Delivery:
     """Maps the batches that a message delivers. The arrays stay valid when the descriptors are closed.
 
     Raises:
@@ -175,39 +114,9 @@ def map_delivery(request: Request, message: wire.Message, descriptors: Sequence[
     try:
         arrays = SegmentNote.model_validate(message).open(descriptors).arrays()
     except (ValueError, OSError):
-        raise _invalid("their memory") from None
+        raise invalid_message("their memory") from None
     check_delivery(request, notes, arrays)
     return notes, arrays
-
-
-def check_delivery(request: Request, notes: Sequence[BatchNote], arrays: Arrays) -> None:
-    """Checks the arrays of a delivery.
-
-    Raises:
-        DataError: If they are not those of these batches.
-    """
-    kinds = {name: (arrays[name].dtype.name, arrays[name].ndim) for name in DELIVERED if name in arrays}
-    if kinds != DELIVERED or arrays["shares"].shape != (len(notes), len(request.ranks), 4):
-        raise _invalid("their arrays")
-    if len({len(arrays[name]) for name in ("dense", "labels", "weights")}) > 1:
-        raise _invalid("their rows")
-
-
-def parse_notes(message: wire.Message) -> Sequence[BatchNote]:
-    """Returns the notes of the batches that a message delivers.
-
-    Raises:
-        DataError: If the message is invalid.
-    """
-    try:
-        return _Notes.model_validate(message).notes
-    except ValidationError:
-        raise _invalid("their notes") from None
-
-
-def _invalid(what: str) -> DataError:
-    remedy = "Run the command again to resume from the last checkpoint."
-    return DataError("preprocessing service", "batches", f"an invalid message about {what}", remedy)
 
 
 class InlineSource:

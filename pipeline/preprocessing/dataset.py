@@ -8,7 +8,6 @@ from pydantic import BaseModel
 from pipeline.data.joined.reader import FeatureJoinReader, open_reader
 from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection
-from pipeline.errors import DataError
 from pipeline.transforms.plan.plan import Plan
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
@@ -51,21 +50,6 @@ class DataSpec(BaseModel, frozen=True):
         outcome = [self.label] if self.weight is None else [self.label, self.weight]
         session = [] if self.session is None else [self.session]
         return list(dict.fromkeys([*self.plan.columns, *outcome, *self.extra, *self.selection.key_columns(), *session]))
-
-
-def hold_rows(read: int, pinned: int | None, data: str) -> None:
-    """Checks that a whole pass read as many rows as were pinned.
-
-    Args:
-        data: Names the rows in the error.
-    Raises:
-        DataError: If they differ.
-    """
-    if pinned is not None and read != pinned:
-        raise DataError(
-            f"rows of {data}", f"the {pinned} rows that were pinned", f"{read} in a pass over all of them",
-            "Do not use this result. Ingest the days again with force=true, and report this as a bug.",
-        )  # fmt: skip
 
 
 def count_rows(spec: DataSpec, warehouse: Warehouse) -> int:

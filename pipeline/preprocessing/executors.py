@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import BaseModel, NonNegativeInt, ValidationError, model_validator
 
 from pipeline.errors import ContractError, DataError, from_wire, to_wire
-from pipeline.forkserver import ForkedProcess, start_process
-from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.memory import (
+from pipeline.preprocessing.epoch.batches import BatchWork
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.memory import (
     Arrays,
     PrivateWriter,
     Segment,
@@ -28,15 +28,16 @@ from pipeline.preprocessing.memory import (
     copy_to_segment,
     count_bytes,
 )
-from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.transport import wire
-from pipeline.preprocessing.transport.places import NetworkSettings, Place, UnreachableError
-from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.process import ROOT, limit_threads
+from pipeline.preprocessing.epoch.splits import Split
+from pipeline.preprocessing.transport import framing
+from pipeline.preprocessing.transport.addresses import NetworkSettings, Place, UnreachableError
+from pipeline.preprocessing.worker import Worker
+from pipeline.processes.forkserver import ForkedProcess, start_process
+from pipeline.processes.process import ROOT, limit_threads
 from storage.compiled import load_compiler
 
 if TYPE_CHECKING:
-    from pipeline.preprocessing.transport.shelf import Shelf
+    from pipeline.preprocessing.transport.result_store import ResultStore
 
 WORKER = "pipeline.preprocessing.executors"
 """Module that a worker's process runs."""
@@ -117,7 +118,7 @@ class Executor(ABC):
         """Frees a result."""
 
     @abstractmethod
-    def deliver(self, memory: Any) -> tuple[wire.Message, list[int]]:
+    def deliver(self, memory: Any) -> tuple[framing.Message, list[int]]:
         """Returns what a rank needs to get a result: fields of a message, and descriptors that the caller closes."""
 
     def keeper(self, memory: Any) -> int | None:
@@ -158,14 +159,14 @@ class InlineExecutor(Executor):
     def free(self, memory: Any) -> None:
         pass
 
-    def deliver(self, memory: Arrays) -> tuple[wire.Message, list[int]]:
+    def deliver(self, memory: Arrays) -> tuple[framing.Message, list[int]]:
         return describe_segment(copy_to_segment(memory, self.slabs))
 
     def close(self) -> None:
         self.slabs.clear()
 
 
-def describe_segment(segment: Segment) -> tuple[wire.Message, list[int]]:
+def describe_segment(segment: Segment) -> tuple[framing.Message, list[int]]:
     """Returns the fields and the descriptor with which a message carries a segment."""
     return {"shapes": segment.shapes, "size": segment.size}, [segment.fd]
 
@@ -230,13 +231,13 @@ class ProcessExecutor(Executor):
         self.connections[worker] = ours
         specs = {name: spec.model_dump(mode="json") for name, spec in self.data.items()}
         with suppress(OSError):  # the worker is gone already, which the reader reports
-            wire.send(ours, {"data": specs} | self.describe_start())
+            framing.send(ours, {"data": specs} | self.describe_start())
         self.readers[worker] = threading.Thread(
             target=self._read, args=(worker, ours), name=f"worker-{worker}", daemon=True
         )
         self.readers[worker].start()
 
-    def describe_start(self) -> wire.Message:
+    def describe_start(self) -> framing.Message:
         """Returns what a worker learns at its start beside the data."""
         return {}
 
@@ -244,10 +245,10 @@ class ProcessExecutor(Executor):
         notes = [{"shapes": segment.shapes, "size": segment.size} for segment in inputs]
         self.send(worker, describe_task(data, work, notes), [segment.fd for segment in inputs])
 
-    def send(self, worker: int, message: wire.Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, worker: int, message: framing.Message, descriptors: Sequence[int] = ()) -> None:
         """Sends a message to a worker. If it is gone, its reader reports that."""
         with suppress(OSError):
-            wire.send(self.connections[worker], message, descriptors)
+            framing.send(self.connections[worker], message, descriptors)
 
     def kill(self, worker: int) -> None:
         process = self.processes.pop(worker)
@@ -261,7 +262,7 @@ class ProcessExecutor(Executor):
     def free(self, memory: Any) -> None:
         memory.close()
 
-    def deliver(self, memory: Any) -> tuple[wire.Message, list[int]]:
+    def deliver(self, memory: Any) -> tuple[framing.Message, list[int]]:
         return describe_segment(Segment(os.dup(memory.fd), memory.shapes, memory.size))
 
     def close(self) -> None:
@@ -269,7 +270,7 @@ class ProcessExecutor(Executor):
             self.kill(worker)
 
     def _read(self, worker: int, connection: socket.socket) -> None:
-        while (received := wire.receive(connection)) is not None:
+        while (received := framing.receive(connection)) is not None:
             self.events.put(parse_event(worker, *received))
         self.events.put(WorkerDied(worker, "its process ended"))
 
@@ -298,7 +299,7 @@ class ServingExecutor(ProcessExecutor):
     def keeper(self, memory: KeptResult) -> int | None:
         return memory.worker
 
-    def describe_start(self) -> wire.Message:
+    def describe_start(self) -> framing.Message:
         return {"network": self.network.model_dump()}
 
     def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Sequence[KeptResult]) -> None:
@@ -308,11 +309,11 @@ class ServingExecutor(ProcessExecutor):
         if memory.worker in self.connections:
             self.send(memory.worker, {"drop": [memory.place.key]})
 
-    def deliver(self, memory: KeptResult) -> tuple[wire.Message, list[int]]:
+    def deliver(self, memory: KeptResult) -> tuple[framing.Message, list[int]]:
         return {"place": memory.place.model_dump()}, []
 
 
-def describe_task(data: str, work: Split | BatchWork, inputs: Sequence[wire.Message]) -> wire.Message:
+def describe_task(data: str, work: Split | BatchWork, inputs: Sequence[framing.Message]) -> framing.Message:
     """Returns the message that gives work to a worker; see `Task`."""
     return {"data": data, "work": work.model_dump(mode="json"), "inputs": inputs}
 
@@ -348,7 +349,7 @@ class _Done(SegmentNote, frozen=True):
         return self
 
 
-def parse_event(worker: int, message: wire.Message, descriptors: Sequence[int]) -> Event:
+def parse_event(worker: int, message: framing.Message, descriptors: Sequence[int]) -> Event:
     """Returns what a worker reports. One that sends anything else counts as dead.
 
     Closes the descriptors, unless the event holds them.
@@ -367,7 +368,7 @@ def parse_event(worker: int, message: wire.Message, descriptors: Sequence[int]) 
             return WorkDone(worker, memory, note.size, note.rows, note.costs, note.peak_rss_mb)
     except (ValueError, IndexError):  # IndexError: labels without rows
         event = WorkerDied(worker, "it sent an invalid message")
-    wire.close(descriptors)
+    framing.close(descriptors)
     return event
 
 
@@ -379,7 +380,7 @@ class Task(BaseModel, frozen=True):
     inputs: tuple[SegmentNote | Place, ...]
 
 
-def parse_task(message: wire.Message, descriptors: Sequence[int]) -> tuple[Task, list[Segment]]:
+def parse_task(message: framing.Message, descriptors: Sequence[int]) -> tuple[Task, list[Segment]]:
     """Returns the work of a message and the memory of its inputs.
 
     Raises:
@@ -407,51 +408,57 @@ def serve(connection: socket.socket) -> None:
     import pyarrow as pa
 
     pa.set_cpu_count(1)
-    first = wire.receive(connection)
+    first = framing.receive(connection)
     if first is None:
         return
     workers = {name: Worker(DataSpec.model_validate(spec)) for name, spec in first[0]["data"].items()}
     for worker in workers.values():
         worker.warm_up()
-    shelf = open_shelf(first[0].get("network"))
-    location = None if shelf is None else shelf.address.location
+    store = open_result_store(first[0].get("network"))
+    location = None if store is None else store.address.location
     slabs = WorkerSlabs()
-    wire.send(connection, {"pid": os.getpid(), "location": location})
-    while (received := wire.receive(connection)) is not None:
-        if shelf is not None and "drop" in received[0]:
-            shelf.drop(received[0]["drop"])
+    framing.send(connection, {"pid": os.getpid(), "location": location})
+    while (received := framing.receive(connection)) is not None:
+        if store is not None and "drop" in received[0]:
+            store.drop(received[0]["drop"])
             continue
         try:
             task, inputs = parse_task(*received)
-            answer, segment = do_task(workers, task, inputs, slabs, shelf)
+            answer, segment = do_task(workers, task, inputs, slabs, store)
         finally:
-            wire.close(received[1])
-        if segment is None or shelf is not None:
-            wire.send(connection, answer)
+            framing.close(received[1])
+        if segment is None or store is not None:
+            framing.send(connection, answer)
         else:
-            wire.send(connection, answer, [segment.fd])
+            framing.send(connection, answer, [segment.fd])
             segment.close()
-    if shelf is not None:
-        shelf.close()
+    if store is not None:
+        store.close()
 
 
-def open_shelf(settings: Any) -> "Shelf | None":
+def open_result_store(settings: Any) -> "ResultStore | None":
     """Returns what serves the results of this process, or None without settings: results go to the master then."""
     if settings is None:
         return None
-    from pipeline.preprocessing.transport.shelf import Shelf  # Flight takes a quarter of a second to import
+    from pipeline.preprocessing.transport.result_store import (
+        ResultStore,  # Flight takes a quarter of a second to import
+    )
 
-    return Shelf(NetworkSettings.model_validate(settings))
+    return ResultStore(NetworkSettings.model_validate(settings))
 
 
 def do_task(
-    workers: Mapping[str, Worker], task: Task, inputs: Sequence[Segment], slabs: WorkerSlabs, shelf: "Shelf | None"
-) -> tuple[wire.Message, Segment | None]:
+    workers: Mapping[str, Worker],
+    task: Task,
+    inputs: Sequence[Segment],
+    slabs: WorkerSlabs,
+    store: "ResultStore | None",
+) -> tuple[framing.Message, Segment | None]:
     """Does a piece of work. Returns the message for the master, and the result if there is one."""
     writer = (slabs.splits if isinstance(task.work, Split) else slabs.batches).writer()
     try:
         places = [place for place in task.inputs if isinstance(place, Place)]
-        arrays = shelf.find(places) if shelf is not None else slabs.splits.read(inputs)
+        arrays = store.find(places) if store is not None else slabs.splits.read(inputs)
         rows, costs = run_work(workers[task.data], task.work, arrays, writer)
     except Exception as error:  # sent to the master, which decides
         if not isinstance(error, ContractError):
@@ -460,8 +467,8 @@ def do_task(
         return {"error": to_wire(wrap_work_error(error, task.work)), "unreachable": unreachable}, None
     segment = writer.finish()
     answer = {"shapes": segment.shapes, "size": segment.size, "rows": rows, "peak_rss_mb": peak_rss_mb()}
-    if shelf is not None:
-        answer["place"] = shelf.keep(segment).model_dump()
+    if store is not None:
+        answer["place"] = store.keep(segment).model_dump()
     return answer | {"costs": vars(costs)}, segment
 
 

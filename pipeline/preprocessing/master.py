@@ -20,6 +20,12 @@ from pipeline.errors import ConfigError, ContractError, DataError, StorageError
 from pipeline.preprocessing.autoscaler import PERIOD_SECONDS, Autoscaler, Period
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.groups import BatchGroup
+from pipeline.preprocessing.epoch.memory import allow_many_segments
+from pipeline.preprocessing.epoch.request import Request
+from pipeline.preprocessing.epoch.splits import Split
+from pipeline.preprocessing.epoch.stream import Stream, WorkItem
 from pipeline.preprocessing.executors import (
     Event,
     Executor,
@@ -31,11 +37,8 @@ from pipeline.preprocessing.executors import (
     WorkerStarted,
     WorkFailed,
 )
-from pipeline.preprocessing.memory import allow_many_segments
-from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.stream import BatchGroup, Request, Stream, WorkItem
-from pipeline.preprocessing.transport.places import NetworkSettings
-from pipeline.preprocessing.worker import Costs, Worker
+from pipeline.preprocessing.transport.addresses import NetworkSettings
+from pipeline.preprocessing.worker import Worker
 from storage.artifacts import holding, write_text
 from storage.reader import Fragment
 
@@ -210,7 +213,7 @@ class Master:
 
     def close_stream(self, stream: Stream) -> None:
         """Ends a stream, finished or not."""
-        self.totals.peak_bytes = max(self.totals.peak_bytes, stream.peak_bytes)
+        self.totals.peak_bytes = max(self.totals.peak_bytes, stream.budget.peak)
         stream.close()
         if stream in self.streams:
             self.streams.remove(stream)
@@ -519,7 +522,7 @@ class Master:
         if group is None and not stream.ended(number) and stream.is_stuck(number):
             raise ConfigError(
                 "preprocessing.memory_bytes", "room for the rows of a shuffle window and a group of batches",
-                f"{stream.memory_bytes:,} bytes for '{stream.request.data}', {stream.bytes:,} of them in use",
+                f"{stream.budget.limit:,} bytes for '{stream.request.data}', {stream.budget.used:,} of them in use",
                 "Raise it, or lower preprocessing.shuffle_window_rows.",
             )  # fmt: skip
         return group

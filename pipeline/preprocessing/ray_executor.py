@@ -13,9 +13,12 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from pipeline.errors import from_wire, to_wire
-from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.epoch.batches import BatchWork
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.memory import Arrays, PrivateWriter, Slabs, copy_to_segment, count_bytes
+from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import (
     WORKER_ENVIRONMENT,
     Executor,
@@ -28,19 +31,17 @@ from pipeline.preprocessing.executors import (
     describe_segment,
     describe_task,
     do_task,
-    open_shelf,
+    open_result_store,
     parse_event,
     parse_task,
     peak_rss_mb,
     run_work,
     wrap_work_error,
 )
-from pipeline.preprocessing.memory import Arrays, PrivateWriter, Slabs, copy_to_segment, count_bytes
-from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.transport import wire
-from pipeline.preprocessing.transport.places import NetworkSettings, is_loopback
-from pipeline.preprocessing.worker import Costs, Worker
-from pipeline.process import LOCAL_RAY, PACKAGES, kill_process, process_start
+from pipeline.preprocessing.transport import framing
+from pipeline.preprocessing.transport.addresses import NetworkSettings, is_loopback
+from pipeline.preprocessing.worker import Worker
+from pipeline.processes.process import LOCAL_RAY, PACKAGES, kill_process, process_start
 from pipeline.sealed import Letterbox, seal
 from storage.scratch import ScratchFolder
 
@@ -135,7 +136,7 @@ class RayExecutor(Executor):
         if isinstance(memory, KeptResult) and memory.worker in self.actors:
             self.actors[memory.worker].drop.remote([memory.place.key])
 
-    def deliver(self, memory: Any) -> tuple[wire.Message, list[int]]:
+    def deliver(self, memory: Any) -> tuple[framing.Message, list[int]]:
         if isinstance(memory, KeptResult):
             return {"place": memory.place.model_dump()}, []
         return describe_segment(copy_to_segment(ray.get(memory), self.slabs))
@@ -235,7 +236,7 @@ class _Actor:
         if given["network"] is not None:
             here = ray.util.get_node_ip_address()
             host = given["network"]["host"] if is_loopback(given["network"]["host"]) else here
-            self.shelf = open_shelf(given["network"] | {"host": host})
+            self.store = open_result_store(given["network"] | {"host": host})
             self.slabs = WorkerSlabs()
         began = process_start()
         assert began is not None
@@ -256,9 +257,9 @@ class _Actor:
     def do_and_keep(self, message: dict[str, Any]) -> dict[str, Any]:
         """Does a piece of work and keeps the result. Returns a message as processes send it; see `parse_event`."""
         task, _ = parse_task(message, ())
-        return do_task(self.workers, task, (), self.slabs, self.shelf)[0]
+        return do_task(self.workers, task, (), self.slabs, self.store)[0]
 
     def drop(self, keys: Sequence[int]) -> None:
         """Frees results."""
-        assert self.shelf is not None
-        self.shelf.drop(keys)
+        assert self.store is not None
+        self.store.drop(keys)

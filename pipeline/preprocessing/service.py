@@ -10,10 +10,11 @@ from typing import Any, Protocol, Self
 
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.desk import Connection, Desk, Incoming
 from pipeline.preprocessing.master import Master, Totals
-from pipeline.preprocessing.transport import wire
-from pipeline.preprocessing.transport.places import NetworkSettings, find_own_host
+from pipeline.preprocessing.rank_protocol import RankProtocol
+from pipeline.preprocessing.transport import framing
+from pipeline.preprocessing.transport.addresses import NetworkSettings, find_own_host
+from pipeline.preprocessing.transport.connection import Connection, Incoming
 from pipeline.preprocessing.transport.unix import UnixFront
 
 
@@ -24,7 +25,7 @@ class Front(Protocol):
     def address(self) -> Any:
         """Where ranks find it: a name in the abstract namespace, or a `ServiceAddress`."""
 
-    def send(self, connection: Connection, message: wire.Message, descriptors: list[int]) -> None:
+    def send(self, connection: Connection, message: framing.Message, descriptors: list[int]) -> None:
         """Sends a message. Raises OSError if the other side is gone."""
 
     def hang_up(self, connection: Connection) -> None:
@@ -101,10 +102,10 @@ class Service:
             return
         self.startup.put(None)
         try:
-            desk = Desk(master, self.front.send, self.front.hang_up)
+            protocol = RankProtocol(master, self.front.send, self.front.hang_up)
             while not self.ending.is_set():
                 event = master.next_event()
-                desk.turn(event)
+                protocol.turn(event)
                 self.front.watch()
                 if isinstance(event, Incoming) and event.message is None:
                     event.connection.close()

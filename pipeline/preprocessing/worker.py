@@ -2,105 +2,38 @@
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pydantic import PlainValidator, TypeAdapter
 
-from pipeline.data.columns import LEAST_WEIGHT, MOST_WEIGHT
 from pipeline.data.joined.reader import Reader, open_reader
 from pipeline.errors import DataError
-from pipeline.preprocessing import kernels
-from pipeline.preprocessing.batches import BatchWork, FeatureIndices, Ids, Window, iterate_chunks, write_batches
 from pipeline.preprocessing.cache.columns import write_columns
-from pipeline.preprocessing.cache.keys import LABEL, SESSION, WEIGHT
+from pipeline.preprocessing.cache.keys import LABEL, SESSION, WEIGHT, CacheKeys
 from pipeline.preprocessing.cache.reading import ColumnCache
+from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.memory import Arrays, PrivateWriter, Writer
-from pipeline.preprocessing.splits import Split, permute_rows, permute_sessions
+from pipeline.preprocessing.epoch import kernels
+from pipeline.preprocessing.epoch.batches import BatchWork, FeatureIndices, Ids, Window, iterate_chunks, write_batches
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.memory import Arrays, PrivateWriter, Writer
+from pipeline.preprocessing.epoch.splits import Split, permute_rows, permute_sessions
 from pipeline.transforms.column import Column, concatenate, sparse_from_arrow
 from pipeline.transforms.plan.dedup import DedupedFeatures, DedupPlan
 from pipeline.transforms.plan.plan import TransformedRows
 from pipeline.transforms.plan.schedule import single_array
 from storage.errors import CorruptFileError
+from storage.names import LEAST_WEIGHT, MOST_WEIGHT
 from storage.pages.columns import load_loops
 from storage.reader import Fragment
 from storage.warehouse import Warehouse
 
 Floats = npt.NDArray[np.float32]
-NUMBERS = TypeAdapter(dict[str, int | float])
-Numbers = Annotated[Counter[str], PlainValidator(lambda value: Counter(NUMBERS.validate_python(value)))]
-
-
-@dataclass
-class Costs:
-    """The cost of some work: worker time in seconds and bytes of storage."""
-
-    read_seconds: float = 0.0
-    """Reading, decompressing and decoding columns, and filtering rows."""
-    transform_seconds: float = 0.0
-    batch_seconds: float = 0.0
-    """Collecting rows, shuffling and cutting batches."""
-    bytes_read: int = 0
-    bytes_stored: int = 0
-    """Size of all columns of the row groups, skipped ones too."""
-    op_seconds: Numbers = field(default_factory=Counter)
-    counts: Numbers = field(default_factory=Counter)
-    """Values changed by a declared rule."""
-    reads: int = 0
-    """Contiguous ranges of files read."""
-    read_sizes: Numbers = field(default_factory=Counter)
-    """Power of two -> reads of fewer bytes than that."""
-    row_groups_skipped: int = 0
-    """Row groups without a selected row, of which at most the columns that decide were decoded."""
-    cache: Numbers = field(default_factory=Counter)
-    """Use of the cache: `hits` and `misses` (columns of row groups), and what `ColumnStore.stats` counts."""
-
-    def add(self, other: "Costs") -> None:
-        """Adds the costs of other work."""
-        self.read_seconds += other.read_seconds
-        self.transform_seconds += other.transform_seconds
-        self.batch_seconds += other.batch_seconds
-        self.bytes_read += other.bytes_read
-        self.bytes_stored += other.bytes_stored
-        self.reads += other.reads
-        self.read_sizes.update(other.read_sizes)
-        self.row_groups_skipped += other.row_groups_skipped
-        self.op_seconds.update(other.op_seconds)
-        self.counts.update(other.counts)
-        self.cache.update(other.cache)
-
-    @contextlib.contextmanager
-    def reading(self, reader: Reader) -> Iterator[None]:
-        """Adds what a reader reads inside the block."""
-        before = reader.bytes_read, reader.bytes_stored, reader.reads, reader.row_groups_skipped
-        sizes = Counter(reader.read_sizes)
-        yield
-        self.bytes_read += reader.bytes_read - before[0]
-        self.bytes_stored += reader.bytes_stored - before[1]
-        self.reads += reader.reads - before[2]
-        self.row_groups_skipped += reader.row_groups_skipped - before[3]
-        self.read_sizes.update(reader.read_sizes - sizes)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "Costs":
-        """Restores costs from `vars(costs)` after a round trip through JSON."""
-        return COSTS.validate_python(values)
-
-    @property
-    def seconds(self) -> float:
-        """Total working time."""
-        return self.read_seconds + self.transform_seconds + self.batch_seconds
-
-
-COSTS = TypeAdapter(Costs)
 
 
 class Worker:
@@ -119,9 +52,14 @@ class Worker:
     @cached_property
     def cache(self) -> ColumnCache | None:
         """The kept columns. None: nothing is kept. Deduplicated features depend on their neighbours, so none are."""
-        if self.spec.cache_bytes is None or self.deduplication is not None:
+        spec = self.spec
+        if spec.cache_bytes is None or self.deduplication is not None:
             return None
-        return ColumnCache(self.spec, self.reader, self._read_chunks)
+        names = {LABEL: spec.label, WEIGHT: spec.weight, SESSION: spec.session}
+        sources = {kind: name for kind, name in names.items() if name is not None}
+        keys = CacheKeys(spec.plan, spec.selection, sources, self.reader)
+        store = ColumnStore(Path(spec.home) / COLUMNS, spec.cache_bytes)
+        return ColumnCache(keys, spec.selection.key_columns(), self._read_chunks, store)
 
     def warm_up(self) -> None:
         """Loads the compiled loops. Otherwise the first split would take longer than others."""

@@ -11,13 +11,13 @@ from pydantic import BaseModel
 from pyiceberg.expressions import BooleanExpression
 
 from pipeline.data.files import fingerprint
-from pipeline.data.filters import check_filter
 from pipeline.data.joined.reader import Reader, filter_schema, joined_schema, open_reader
 from pipeline.data.joined.source import PinnedSource, contents_by_day, without_field_ids
 from pipeline.data.selection import Selection, days_between
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig
 from pipeline.transforms.schema import unknown_column
+from storage.filters import check_filter
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from pipeline.process import set_process_name
+from pipeline.processes.process import set_process_name
 from pipeline.serving.app import LoadedVersion, RequestModel, ScoringApp
 from pipeline.serving.config import ServedVersion, ServingConfig
 from pipeline.serving.metrics import FOLDER, ServerMetrics

@@ -97,8 +97,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     launcher: Literal["processes", "ray", "external"] = "processes"
     """What starts the ranks. processes: processes on this machine. ray: Ray Train workers on the cluster at
     `preprocessing.ray_address`; without an address, on a temporary local cluster. external: torchrun or SLURM, by a
-    command that the training prints; it then follows the ranks through files in its folder, or with `storage.path`
-    through the object store."""
+    command that the training prints; it then follows the ranks through files in its folder, which their hosts share."""
     resources: Mapping[str, PositiveFloat] = {}
     """What Ray reserves for each rank besides processors, such as `{gpu_host: 1}`: name of a resource -> amount. Ranks
     run on nodes that have it. Only with launcher ray."""

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
-from pipeline.data.columns import MOST_SECONDS, Names, require_both_times
-from pipeline.data.filters import check_filter
 from pipeline.errors import ConfigError
+from storage.filters import check_filter
+from storage.names import MOST_SECONDS, Names, require_both_times
 
 
 def share_files(*paths: str | tuple[str, ...] | None) -> bool:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
-from pipeline.data.columns import Names
 from pipeline.errors import ColumnError, closest_names
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.kinds import Kind
@@ -15,6 +14,7 @@ from pipeline.transforms.ops import AnyOp
 from pipeline.transforms.ops.dense import FillNull, Standardise
 from pipeline.transforms.ops.op import Reads
 from storage.keys import expand_keys
+from storage.names import Names
 
 COLUMN = "{column}"
 NAMED_KEYS = re.compile(r"([A-Za-z_]\w*)\[([^\[\]]+)\]")

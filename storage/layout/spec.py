@@ -19,9 +19,6 @@ DICTIONARY_BYTES = "write.parquet.dict-size-bytes"
 OWN = "dlrm.layout."
 """Prefix of properties that Iceberg does not define. Other engines keep and ignore them."""
 
-OLD_GAP_BYTES = "65536"
-"""The default when tables were made before. Nothing but their properties could set another."""
-
 
 class Layout(BaseModel, frozen=True, extra="forbid"):
     """How rows become files, apart from the order of the table's columns."""
@@ -84,8 +81,6 @@ class Layout(BaseModel, frozen=True, extra="forbid"):
         keys = {"codec": CODEC, "row_group_rows": ROW_GROUP_ROWS, "page_bytes": PAGE_BYTES}
         keys |= {"dictionary_bytes": DICTIONARY_BYTES, "file_rows": f"{OWN}file-rows", "gap_bytes": f"{OWN}gap-bytes"}
         values: dict[str, Any] = {name: properties[key] for name, key in keys.items() if key in properties}
-        if values.get("gap_bytes") == OLD_GAP_BYTES:
-            del values["gap_bytes"]
         values["codec"] = values.get("codec", defaults.codec).lower()
         if values["codec"] not in CODECS:  # written by another engine
             values["codec"] = defaults.codec
@@ -110,7 +105,7 @@ class Layout(BaseModel, frozen=True, extra="forbid"):
     def gap_of(properties: Mapping[str, str]) -> int:
         """Decodes `gap_bytes`, the only setting that readers need."""
         given = properties.get(f"{OWN}gap-bytes", "")
-        return int(given) if given.isdecimal() and given != OLD_GAP_BYTES else Layout().gap_bytes
+        return int(given) if given.isdecimal() else Layout().gap_bytes
 
     def in_order(self, names: Sequence[str]) -> list[str]:
         """Puts a table's columns into the order of its files."""

@@ -25,8 +25,8 @@ from benchmarks.wide_table import (
     WideTable,
     wide_table,
 )
+from pipeline.preprocessing.epoch.memory import Arrays, Slabs
 from pipeline.preprocessing.executors import WORKER_ENVIRONMENT
-from pipeline.preprocessing.memory import Arrays, Slabs
 from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.kernels.hashing import offsets_of
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -11,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.client.orchestration import get_client
 from prefect.testing.utilities import prefect_test_harness
 from prefect.utilities.callables import get_call_parameters
 
 from flows.runtime import cli, flow
 from flows.runtime.console import PrivateFlow
 from pipeline.evaluation import plots
+from tests.sharing import once, session_folder
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +30,7 @@ def prefect() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that the smoke run writes to."""
-    return tmp_path_factory.mktemp("home")
+    return session_folder(tmp_path_factory) / "smoke"
 
 
 def _call(self: PrivateFlow, *args: Any, **options: Any) -> Any:
@@ -99,20 +100,45 @@ def prefect_command(
     return run
 
 
-@pytest.fixture(scope="session")
-def smoke(prefect: None, home: Path) -> dict[str, Any]:
-    """The result of configs/smoke.yaml end to end, on two ranks."""
+def _run_smoke(folder: Path) -> dict[str, Any]:
+    """Runs configs/smoke.yaml end to end, and returns its result and what its page in Prefect shows: key -> texts."""
     from flows.end_to_end import end_to_end
 
-    before = os.environ.get("DLRM_HOME")
-    os.environ["DLRM_HOME"] = str(home)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLRM_HOME", str(folder))
         result = end_to_end(config="configs/smoke.yaml")
-    finally:
-        os.environ.pop("DLRM_HOME") if before is None else os.environ.update(DLRM_HOME=before)
-    plots = {file.name for file in home.rglob("plots/*.svg")}
+        with get_client(sync_client=True) as client:
+            artifacts = client.read_artifacts()
+    plots = {file.name for file in folder.rglob("plots/*.svg")}
     assert "placement.svg" in plots, f"a step that may fail did fail: see the log. Plots: {plots}"
+    page = {one.key: [other.data for other in artifacts if other.key == one.key] for one in artifacts if one.key}
+    return {"result": result, "page": page}
+
+
+@pytest.fixture(scope="session")
+def smoke_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The one smoke run of all test processes, on two ranks: `result` and `page`."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        request.getfixturevalue("prefect")
+        return _run_smoke(folder)
+
+    found: dict[str, Any] = once(tmp_path_factory, "smoke", make)[1]
+    return found
+
+
+@pytest.fixture(scope="session")
+def smoke(smoke_run: dict[str, Any]) -> dict[str, Any]:
+    """The result of the smoke run."""
+    result: dict[str, Any] = smoke_run["result"]
     return result
+
+
+@pytest.fixture(scope="session")
+def page(smoke_run: dict[str, Any]) -> dict[str, list[str]]:
+    """What Prefect's page of the smoke run showed: key of an artifact -> texts."""
+    found: dict[str, list[str]] = smoke_run["page"]
+    return found
 
 
 @pytest.fixture(autouse=True)

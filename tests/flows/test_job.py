@@ -88,15 +88,18 @@ def test_fault_8_side_tables_are_tagged_like_the_samples(ingested):
         assert warehouse.table(name).refs()[f"train-1234567890ab-{number}"].snapshot_id == number
 
 
-def test_a_version_of_the_code_that_learns_otherwise_says_so(smoke, home, monkeypatch, caplog):
+def test_finished_work_of_another_commit_says_so(smoke, home, monkeypatch, caplog):
     monkeypatch.setenv("DLRM_HOME", str(home))
     workspace = Workspace(load(CONFIG))
     job = resolve_job(workspace, None, False)
-    sentence = "this version of the code would make another model from the same rows; force=true trains it"
-    assert run.load_result(workspace, job)["learning_version"] == run.LEARNING_VERSION
-    assert sentence not in caplog.messages
-    monkeypatch.setattr(run, "LEARNING_VERSION", run.LEARNING_VERSION + 1)
+    commit = run.load_result(workspace, job)["git_commit"]
+    sentence = f"the code has changed since: that model is of commit {commit}"
+    monkeypatch.setattr(run, "read_commit", lambda: commit)
+    caplog.clear()
     assert run.load_result(workspace, job)["status"] == "skipped"
+    assert sentence not in caplog.messages
+    monkeypatch.setattr(run, "read_commit", lambda: "another")
+    run.load_result(workspace, job)
     assert sentence in caplog.messages
 
 

@@ -17,7 +17,7 @@ from flows.score import score
 from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.jobs.tables import layout as tables
+from pipeline.jobs.upkeep import layout as tables
 from pipeline.jobs.workspace import Workspace
 from storage.config import WarehouseConfig
 from storage.reader import DAY

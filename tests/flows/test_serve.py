@@ -23,7 +23,7 @@ from flows.serve import main, read_options
 from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.workspace import Workspace
-from pipeline.process import process_start
+from pipeline.processes.process import process_start
 from pipeline.registration.aliases import move_alias
 
 ROOT = Path(__file__).resolve().parents[2]

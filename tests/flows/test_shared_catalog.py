@@ -15,14 +15,14 @@ import pandas as pd
 import pytest
 import yaml
 
-from pipeline.jobs.lease import lease
+from pipeline.jobs.database_lock import database_lock
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
 from tests.ports import free_port
 from tests.postgres import serving_postgres
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # it waits for leases to end
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, DAYS = 400, ("2025-01-06", "2025-01-07", "2025-01-08")
 EPOCHS = 30
@@ -68,7 +68,8 @@ def run_on(home: Path, catalog: dict[str, str], flow: str = "ingest", *words: st
 
 def test_two_ingests_of_the_same_days_write_them_once(catalog: dict[str, str], tmp_path: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(catalog=catalog), tmp_path / "mine")
-    with lease(warehouse.catalog.engine, "dlrm: ingest of table 'shared'", pytest.fail):  # type: ignore[attr-defined]
+    engine = warehouse.catalog.engine  # type: ignore[attr-defined]
+    with database_lock(engine, "dlrm: ingest of table 'shared'", pytest.fail):
         both = [run_on(tmp_path / name, catalog) for name in ("one", "two")]
         for process in both:  # each says that it waits, and for whom
             assert process.stderr is not None
@@ -148,10 +149,10 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
     assert Path(exported["path"]).is_relative_to(third)
 
 
-def test_ranks_of_torchrun_find_their_training_through_the_store(
+def test_ranks_of_torchrun_keep_their_checkpoints_in_the_store(
     catalog: dict[str, str], store: Store, tmp_path: Path
 ) -> None:
-    """By the command that the training prints, with access to the store from the environment alone."""
+    """They follow their training through its folder, by the command that it prints."""
     own = ("name=followed", "training.epochs=1", "preprocessing.executor=inline")
     last_line(run_on(tmp_path / "home", catalog, "ingest", *own))
     with run_on(tmp_path / "home", catalog, "train", *own, "training.launcher=external") as flow:
@@ -159,7 +160,7 @@ def test_ranks_of_torchrun_find_their_training_through_the_store(
             assert flow.stderr is not None
             said = next(line for line in flow.stderr if "waiting for the ranks" in line)
             words = said.strip().rpartition("for example: torchrun ")[2].split()
-            assert words[-1].startswith("s3://logs/kept/runs/followed-")
+            assert Path(words[-1]).parent.parent == tmp_path / "home" / "runs"
             start = [
                 sys.executable,
                 "-m",
@@ -177,4 +178,4 @@ def test_ranks_of_torchrun_find_their_training_through_the_store(
     plain, _ = last_line(run_on(tmp_path / "plain", catalog, "train", *own, "storage.path=null"))
     assert found["train"]["weights_sha256"] == plain["train"]["weights_sha256"]
     keys = [one["Key"] for one in store.client().list_objects_v2(Bucket="logs", Prefix="kept/")["Contents"]]
-    assert [key for key in keys if "/ranks/" in key] == []
+    assert any(key.startswith("kept/runs/followed-") and "/checkpoints/" in key for key in keys)

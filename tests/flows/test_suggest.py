@@ -10,7 +10,7 @@ from flows.train import train
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import load_draft
 from pipeline.errors import ConfigError
-from pipeline.jobs.tables.suggest import given_source
+from pipeline.jobs.features.suggest import given_source
 
 CONFIG = "configs/smoke.yaml"
 

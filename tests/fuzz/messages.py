@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from pipeline.errors import ContractError, TrainingError, from_wire, to_wire
-from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.transport import framing
 from tests.fuzz.harness import Case, require
 from tests.fuzz.mutate import mutate_bytes, mutate_json, mutate_value, odd_value
 
@@ -43,21 +43,21 @@ def wire_bytes(folder: Path) -> Iterator[Case]:
                 body = b""
             size = random.choice([len(body)] * 6 + [0, 1, len(body) - 1, len(body) + 1, 1 << 30, 1 << 63])
             count = random.choice([0, 0, 0, 1, 2, 7, 1 << 20])
-            head = wire.HEADER.pack(max(size, 0), count)
+            head = framing.HEADER.pack(max(size, 0), count)
             given = [os.open("/dev/null", os.O_RDONLY) for _ in range(random.choice([0, min(count, 7), 3]))]
             theirs.settimeout(5)
             theirs.sendall(head if random.random() < 0.9 else mutate_bytes(random, head)[:100])
             if given:
                 socket.send_fds(theirs, [b"\0"], given)
-            wire.close(given)
+            framing.close(given)
             theirs.sendall(body)
             theirs.shutdown(socket.SHUT_WR)
             ours.settimeout(5)
-            received = wire.receive(ours)
+            received = framing.receive(ours)
             if received is not None:
                 message, descriptors = received
                 require(isinstance(message, dict), "no message")
-                wire.close(descriptors)
+                framing.close(descriptors)
         require_closed(open_before)
         if received is None:
             raise ContractError("message", "a whole one", "another", "Send it again.")
@@ -67,15 +67,15 @@ def wire_bytes(folder: Path) -> Iterator[Case]:
 
 def _send_in_file(random: Random, channel: socket.socket, body: bytes) -> None:
     """Sends a long message: in a file of memory, or in what is none."""
-    body += b" " * wire.SHORT_BYTES
+    body += b" " * framing.SHORT_BYTES
     file = os.memfd_create("fuzz", os.MFD_CLOEXEC)
     others = [os.open(path, os.O_RDONLY) for path in ("/", "/dev/zero")]
     with open(file, "wb", closefd=False) as writer:
         writer.write(body)
     size = random.choice([len(body)] * 4 + [len(body) - 1, len(body) + 1, os.fstat(others[0]).st_size, 1 << 40])
-    channel.sendall(wire.HEADER.pack(max(size, wire.SHORT_BYTES + 1), 1))
+    channel.sendall(framing.HEADER.pack(max(size, framing.SHORT_BYTES + 1), 1))
     socket.send_fds(channel, [b"\0"], [random.choice([file, file, file, *others])])
-    wire.close([file, *others])
+    framing.close([file, *others])
 
 
 @contextmanager

@@ -16,11 +16,14 @@ import numpy as np
 from pipeline.data.position import Position
 from pipeline.data.selection import Selection
 from pipeline.errors import ContractError, DataError, to_wire
-from pipeline.preprocessing.batches import BatchWork, Window
-from pipeline.preprocessing.client import Client, Conversation, Deliveries, Delivery, map_delivery
+from pipeline.preprocessing.client import Client, map_delivery
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.desk import Connection, Desk, Incoming
+from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.memory import PrivateWriter, Segment, Slabs
+from pipeline.preprocessing.epoch.request import Request
+from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import (
     InlineExecutor,
     WorkDone,
@@ -33,11 +36,11 @@ from pipeline.preprocessing.executors import (
     wrap_work_error,
 )
 from pipeline.preprocessing.master import Master
-from pipeline.preprocessing.memory import PrivateWriter, Segment, Slabs
-from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.stream import Request
-from pipeline.preprocessing.transport import wire
-from pipeline.preprocessing.worker import Costs, Worker
+from pipeline.preprocessing.rank_protocol import RankProtocol
+from pipeline.preprocessing.transport import framing
+from pipeline.preprocessing.transport.connection import Connection, Incoming
+from pipeline.preprocessing.transport.conversation import Conversation, Deliveries, Delivery
+from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.plan.plan import build_plan
 from storage.config import WarehouseConfig
 from tests.fuzz.harness import Case, require
@@ -68,7 +71,7 @@ def _request(rows: int = 16) -> Request:
     )
 
 
-def _receive(random: Random, message: Any) -> wire.Message:
+def _receive(random: Random, message: Any) -> framing.Message:
     """Damages a message. What is no JSON object does not pass the socket."""
     damaged = json.loads(json.dumps(mutate_value(random, message)))
     if not isinstance(damaged, dict):
@@ -86,7 +89,7 @@ def _descriptors(random: Random, memory: int | None) -> list[int]:
             others.append(given[0])
         chosen = random.choices(others, k=random.choice([0, 1, 1, 2]))
         given = [os.dup(one) for one in chosen]
-        wire.close(others)
+        framing.close(others)
     return given
 
 
@@ -150,7 +153,7 @@ def work(folder: Path) -> Iterator[Case]:
             for segment in inputs:
                 segment.arrays()
         finally:
-            wire.close(given)
+            framing.close(given)
 
     yield case
     memory.close()
@@ -167,12 +170,12 @@ class Channel:
     """A connection's messages to a rank, with descriptors."""
 
     def __init__(self) -> None:
-        self.inbox: list[tuple[wire.Message, list[int]]] = []
+        self.inbox: list[tuple[framing.Message, list[int]]] = []
         self.closed = False
 
 
 class House:
-    """A master with its desk, and the ranks' ends of the connections.
+    """A master with its side of the protocol, and the ranks' ends of the connections.
 
     Args:
         worker: Does the work.
@@ -188,10 +191,10 @@ class House:
 
         self.master = Master({ROWS: spec}, CONFIG, folder, make=lambda data, config, *rest: Ready(data, *rest))
         self.master.fragments[ROWS] = worker.fragments()
-        self.desk = Desk(self.master, self._send, self._hang_up)
+        self.protocol = RankProtocol(self.master, self._send, self._hang_up)
 
     @staticmethod
-    def _send(connection: Connection, message: wire.Message, descriptors: list[int]) -> None:
+    def _send(connection: Connection, message: framing.Message, descriptors: list[int]) -> None:
         if connection.channel.closed:
             raise BrokenPipeError
         copies = [os.dup(descriptor) for descriptor in descriptors]
@@ -201,13 +204,13 @@ class House:
     def _hang_up(connection: Connection) -> None:
         connection.channel.closed = True
 
-    def put(self, connection: Connection, message: wire.Message | None) -> None:
+    def put(self, connection: Connection, message: framing.Message | None) -> None:
         """Delivers a message to the master. None: the connection was closed."""
-        self.desk.turn(Incoming(connection, message))
+        self.protocol.turn(Incoming(connection, message))
 
     def turn(self) -> None:
         """Lets the master work."""
-        self.desk.turn(self.master.next_event(0))
+        self.protocol.turn(self.master.next_event(0))
 
 
 def _read(house: House, random: Random | None, strangers: Sequence[tuple[Connection, list[Any]]]) -> Iterator[Delivery]:
@@ -232,7 +235,7 @@ def _read(house: House, random: Random | None, strangers: Sequence[tuple[Connect
                 waiting.append(following)
                 yield map_delivery(talk.request, answer, descriptors)
             finally:
-                wire.close(descriptors)
+                framing.close(descriptors)
         require(not own.channel.closed, "a rank was disconnected")
     require(False, "a rank waits for ever")
 
@@ -240,7 +243,7 @@ def _read(house: House, random: Random | None, strangers: Sequence[tuple[Connect
 def _close(strangers: Sequence[tuple[Connection, list[Any]]]) -> None:
     for connection, _ in strangers:
         for _, descriptors in connection.channel.inbox:
-            wire.close(descriptors)
+            framing.close(descriptors)
 
 
 def _labels(deliveries: Iterator[Delivery]) -> list[bytes]:
@@ -327,7 +330,7 @@ def deliveries(folder: Path) -> Iterator[Case]:
             require(all(batch.dense.shape[0] == len(batch.labels) for batch in batches), "rows of a batch")
             del batches
         finally:
-            wire.close(given)
+            framing.close(given)
         require_closed(before)
 
     yield case

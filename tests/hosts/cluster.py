@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping
 
-from pipeline.process import LOCAL_RAY
+from pipeline.processes.process import LOCAL_RAY
 from tests.hosts.rig import Host, Network
 
 PORT = 6379

@@ -12,10 +12,11 @@ from tests.pipeline.conftest import data, days, make_warehouse, rank_spec, undis
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A cluster of hosts on one busy machine may be slow."""
+    """A cluster of hosts on one busy machine may be slow, and two starve each other."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.cluster)
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.data.position import Position
-from pipeline.preprocessing import stream
 from pipeline.preprocessing.client import BatchSource, open_remote_source
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.epoch import stream
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.transport.places import ServiceAddress
+from pipeline.preprocessing.transport.addresses import ServiceAddress
 from tests.pipeline.preprocessing.reference import CONFIG, TIGHT_BYTES, client, tensors
 
 EPOCHS = 4

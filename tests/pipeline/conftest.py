@@ -27,6 +27,7 @@ from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
+from tests.sharing import once
 
 ROOT = Path(__file__).resolve().parents[2]
 DAYS = tuple(datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4))
@@ -159,8 +160,14 @@ SETTINGS: dict[str, Any] = {"world_size": 2, "validate_every_steps": 5}
 
 @pytest.fixture(scope="session")
 def undisturbed(rank_spec: Callable[..., RankSpec], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two ranks, a table on each."""
-    return completed(rank_spec(tmp_path_factory.mktemp("undisturbed"), **SETTINGS))
+    """Two ranks, a table on each: one training for all test processes."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        run = completed(rank_spec(folder, **SETTINGS))
+        return {"spec": run.spec.model_dump_json(), "result": run.result, "events": run.events}
+
+    found = once(tmp_path_factory, "undisturbed", make)[1]
+    return Run(RankSpec.model_validate_json(found["spec"]), found["result"], found["events"])
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.extraction.opening import SourceContext
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
-from pipeline.preprocessing.memory import Arrays, PrivateWriter
+from pipeline.preprocessing.epoch.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.kernels.hashing import sigrid_hash
 from pipeline.transforms.plan.plan import build_plan

@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline import forkserver
 from pipeline.config import load
-from pipeline.forkserver import ForkedProcess, prepare, start_process, stop_servers
 from pipeline.jobs.warm_up import start_fork_servers
+from pipeline.processes import forkserver
+from pipeline.processes.forkserver import ForkedProcess, prepare, start_process, stop_servers
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -142,7 +142,7 @@ def test_few_servers_are_kept(start: Callable[..., ForkedProcess], monkeypatch: 
 PARENT = """
 import os, sys
 from pathlib import Path
-from pipeline.forkserver import prepare, start_process
+from pipeline.processes.forkserver import prepare, start_process
 if sys.argv[1] == "prepare":
     prepare({"slow": dict(os.environ)}, Path.cwd())
 else:

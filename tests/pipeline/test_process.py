@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.process import kill_process, process_start
+from pipeline.processes.process import kill_process, process_start
 
 ROOT = Path(__file__).resolve().parents[2]
-CHILD = "import os, time; from pipeline.process import die_with_parent; die_with_parent({parent}); print('alive', flush=True); time.sleep(60)"
+CHILD = "import os, time; from pipeline.processes.process import die_with_parent; die_with_parent({parent}); print('alive', flush=True); time.sleep(60)"
 PARENT = f"""
 import os, subprocess, sys
 child = {CHILD!r}.format(parent=os.getpid())
@@ -52,7 +52,7 @@ def test_a_child_that_starts_after_its_parent_ended_exits() -> None:
 
 
 def test_importing_the_package_leaves_the_garbage_collector_alone() -> None:
-    program = "import gc; usual = gc.get_threshold(); import pipeline.process; print(gc.get_threshold() == usual, gc.get_freeze_count())"
+    program = "import gc; usual = gc.get_threshold(); import pipeline.processes.process; print(gc.get_threshold() == usual, gc.get_freeze_count())"
     assert python(program).stdout.split() == ["True", "0"]
 
 
@@ -71,14 +71,16 @@ def test_processes_ask_for_huge_pages_unless_the_user_says_otherwise(of_user: st
         "ctypes.CDLL(None).malloc(64 << 20)\n"
         "print(any(' hg' in line for line in open('/proc/self/smaps') if line.startswith('VmFlags')))"
     )
-    settings = "from pipeline.process import LIBRARY_ENVIRONMENT; print(LIBRARY_ENVIRONMENT['GLIBC_TUNABLES'])"
+    settings = (
+        "from pipeline.processes.process import LIBRARY_ENVIRONMENT; print(LIBRARY_ENVIRONMENT['GLIBC_TUNABLES'])"
+    )
     given = {} if of_user is None else {"GLIBC_TUNABLES": of_user}
     tunables = python(settings, **given).stdout.strip()
     assert python(program, GLIBC_TUNABLES=tunables).stdout.strip() == str(of_user is None)
 
 
 def test_memory_settings_of_the_user_stay() -> None:
-    program = "from pipeline.process import KEPT_MEMORY; print(*KEPT_MEMORY.values())"
+    program = "from pipeline.processes.process import KEPT_MEMORY; print(*KEPT_MEMORY.values())"
     given = python(program, MALLOC_MMAP_THRESHOLD_="4096", MALLOC_TRIM_THRESHOLD_="8192").stdout
     assert given.split() == ["4096", "8192"]
 

@@ -1,4 +1,4 @@
-"""The service's desk behind a simulated network, and the connections of ranks to it."""
+"""The service's protocol behind a simulated network, and the connections of ranks to it."""
 
 import json
 from collections.abc import Callable
@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.desk import Connection, Desk, Incoming
 from pipeline.preprocessing.master import TICK_SECONDS, Master
-from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.rank_protocol import RankProtocol
+from pipeline.preprocessing.transport import framing
+from pipeline.preprocessing.transport.connection import Connection, Incoming
 from tests.simulation.workers import Disk, SimulatedExecutor, make_executor
 from tests.simulation.world import World
 
@@ -26,14 +27,14 @@ class Link:
     """
 
     def __init__(
-        self, world: World, service: "SimulatedService", on_message: Callable[[wire.Message | None, Any], None]
+        self, world: World, service: "SimulatedService", on_message: Callable[[framing.Message | None, Any], None]
     ) -> None:
         self.world, self.service, self.on_message = world, service, on_message
         self.connection = Connection(self)
         self.open = True
         self.arrivals = [0.0, 0.0]
 
-    def send(self, message: wire.Message) -> None:
+    def send(self, message: framing.Message) -> None:
         """Sends a message of the rank."""
         copy = json.loads(json.dumps(message))
         for _ in range(1 + self.world.strikes("a message comes twice")):
@@ -45,7 +46,7 @@ class Link:
             self.open = False
             self._after(0, lambda: self.service.put(Incoming(self.connection, None)))
 
-    def answer(self, message: wire.Message, memory: Any) -> None:
+    def answer(self, message: framing.Message, memory: Any) -> None:
         """Sends a message of the service."""
         if not self.open:
             raise BrokenPipeError
@@ -68,7 +69,7 @@ class Link:
 
 
 class SimulatedService:
-    """The real master and its real desk. Only workers, network and clock are simulated."""
+    """The real master and its real rank protocol. Only workers, network and clock are simulated."""
 
     def __init__(self, world: World, disk: Disk, config: PreprocessingConfig, folder: Path) -> None:
         self.world = world
@@ -79,7 +80,7 @@ class SimulatedService:
         executor = self.master.executor
         assert isinstance(executor, SimulatedExecutor)
         self.executor = executor
-        self.desk = Desk(self.master, self._send, lambda connection: connection.channel.hang_up())
+        self.protocol = RankProtocol(self.master, self._send, lambda connection: connection.channel.hang_up())
         self.running, self.awake, self.turns = True, False, 0
         self.states: set[tuple[int, ...]] = set()
         self.tick(0)
@@ -108,7 +109,7 @@ class SimulatedService:
 
     def _turn(self, event: Any) -> None:
         self.turns += 1
-        self.desk.turn(event)
+        self.protocol.turn(event)
         self.states.add(self._state())
         turns = self.turns
         self.world.later(TICK_SECONDS, lambda: self.tick(turns))
@@ -116,13 +117,13 @@ class SimulatedService:
     def _state(self) -> tuple[int, ...]:
         master = self.master
         found = [len(master.workers), sum(worker.item is not None for worker in master.workers.values())]
-        found += [len(self.desk.connections), master.failure is not None]
+        found += [len(self.protocol.connections), master.failure is not None]
         for stream in master.streams:
-            found += [len(stream.open), len(stream.running), len(stream.retries), len(stream.batchings)]
-            found += [len(stream.groups), len(stream.missing), len(stream.left), len(stream.lost)]
+            found += [len(stream.reader.open), len(stream.running), len(stream.retries), len(stream.groups.to_make)]
+            found += [len(stream.groups.groups), len(stream.missing), len(stream.left), len(stream.lost)]
         return tuple(found)
 
-    def _send(self, connection: Connection, message: wire.Message, descriptors: list[int]) -> None:
+    def _send(self, connection: Connection, message: framing.Message, descriptors: list[int]) -> None:
         memory = self.executor.loans.pop(message["loan"]) if "loan" in message else None
         connection.channel.answer(message, memory)
 

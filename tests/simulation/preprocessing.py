@@ -1,6 +1,6 @@
 """A training's preprocessing under faults: every row comes once, or is lost and counted, in the order of the plan.
 
-The real master, streams, desk, conversations, positions and progress run. Workers, ranks, network and clock are
+The real master, streams, protocol, conversations, positions and progress run. Workers, ranks, network and clock are
 simulated. A person is, too: after an error it restores files or raises a bound, and runs the command again.
 """
 
@@ -20,8 +20,8 @@ import numpy as np
 
 from pipeline.data.position import LostRows, Position
 from pipeline.errors import ContractError
-from pipeline.preprocessing import stream
 from pipeline.preprocessing.config import PreprocessingConfig
+from pipeline.preprocessing.epoch import stream
 from pipeline.preprocessing.master import read_quarantine
 from pipeline.training.state.progress import TrainingProgress
 from storage.reader import Fragment

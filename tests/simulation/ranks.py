@@ -6,9 +6,9 @@ from typing import Any
 
 from pipeline.data.position import LostRows, Position
 from pipeline.errors import ContractError, DataError
-from pipeline.preprocessing.client import Conversation, parse_notes
-from pipeline.preprocessing.memory import Arrays
-from pipeline.preprocessing.stream import BatchNote, Request
+from pipeline.preprocessing.epoch.memory import Arrays
+from pipeline.preprocessing.epoch.request import BatchNote, Request
+from pipeline.preprocessing.transport.conversation import Conversation, parse_notes
 from pipeline.training.state.progress import TrainingProgress
 from tests.simulation.network import Link, SimulatedService
 from tests.simulation.workers import Memory

@@ -25,12 +25,12 @@ from pipeline.errors import ContractError, RegistryError, TrackingError
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.metrics import Quality
-from pipeline.jobs import clean
 from pipeline.jobs.console import Console
 from pipeline.jobs.training import finish, job
 from pipeline.jobs.training.evaluate import EvaluationResult
 from pipeline.jobs.training.job import REGISTERED, TrainingJob
 from pipeline.jobs.training.train import TrainingResult
+from pipeline.jobs.upkeep import clean
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration import aliases, register, retention, tracking
 from pipeline.registration.aliases import CHAMPION, ROLLBACKS, find_holder, move_alias, rollback

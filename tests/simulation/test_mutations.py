@@ -8,39 +8,42 @@ import time
 
 import pytest
 
-from pipeline.preprocessing import stream
-from pipeline.preprocessing.desk import Desk
+from pipeline.preprocessing.epoch import blocks
+from pipeline.preprocessing.epoch.blocks import BlockReader
+from pipeline.preprocessing.epoch.cutter import BatchCutter
+from pipeline.preprocessing.epoch.groups import GroupBuffer
+from pipeline.preprocessing.epoch.stream import Stream
 from pipeline.preprocessing.master import Master
-from pipeline.preprocessing.stream import Stream
+from pipeline.preprocessing.rank_protocol import RankProtocol
 from pipeline.training.state.progress import TrainingProgress
 from tests.simulation.mutation import Mutation, rebuilt
 from tests.simulation.preprocessing import BrokenPromise, play
 
 SCHEDULES = 150
 BUGS: dict[str, Mutation] = {
-    "a position forgets what was lost": (Stream, "_note_lost", "self.lost += ", "_ = "),
-    "a resumed window has its lost rows again": (stream, "_leave_out", "not in gone", "not in ()"),
+    "a position forgets what was lost": (BatchCutter, "cut", "self.lost += ", "_ = "),
+    "a resumed window has its lost rows again": (blocks, "_leave_out", "not in gone", "not in ()"),
     "the next epoch forgets what was lost": (TrainingProgress, "after_epoch", "lost=lost", "lost=()"),
     "a file that breaks among half trained rows is skipped": (
         Stream, "quarantine", "if self.request.position.row and", "if False and",
     ),
     "row groups of a divided split change places": (
-        Stream, "divide", "window.parts[at : at + 1] = parts", "window.parts[at : at + 1] = parts[::-1]",
+        BlockReader, "divide", "block.parts[at : at + 1] = parts", "block.parts[at : at + 1] = parts[::-1]",
     ),
     "a second result counts, too": (Stream, "complete", "if item not in self.running:", "if False:"),
-    "a group is dropped before it is taken": (Stream, "release", "group.number <= number", "group.number <= number + 2"),
-    "a window is freed while a group still needs it": (Stream, "_free_windows", "and not window.uses", ""),
+    "a group is dropped before it is taken": (GroupBuffer, "release", "group.number <= number", "group.number <= number + 2"),
+    "a window is freed while a group still needs it": (BlockReader, "close_unused", "and not block.uses", ""),
     "a late result is never freed": (Master, "handle", "self.executor.free(event.memory)", "pass"),
     "work of a dead worker is not done again": (Master, "_replace", "if item is not None:", "if False:"),
     "a silent worker keeps its work": (Master, "watch_workers", "self._check_leases()", "pass"),
     "work that hangs goes from one new worker to the next": (Master, "_straggler", "item.doubled = True", "pass"),
     "a message that comes twice is answered twice": (
-        Desk, "_note_taken", "(message.take, message.again) != expected", "message.take > connection.next",
+        RankProtocol, "_note_taken", "(message.take, message.again) != expected", "message.take > connection.next",
     ),
     "too little memory is waited for": (Master, "get_group", "and stream.is_stuck(number)", "and False"),
     "results of a worker that ended are waited for": (Master, "_end_worker", "if self.executor.keeps_results:", "if False:"),
-    "work takes rows that are gone": (Stream, "_next_batching", "not item.is_ready or", ""),
-    "a batch ends where its group ends": (Stream, "_end_batch", "row=0 if whole else stop", "row=0"),
+    "work takes rows that are gone": (GroupBuffer, "next_group", "not group.is_ready or", ""),
+    "a batch ends where its group ends": (BatchCutter, "_end_batch", "row=0 if whole else stop", "row=0"),
 }  # fmt: skip
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.jobs import clean
 from pipeline.jobs.training import finish
+from pipeline.jobs.upkeep import clean
 from pipeline.registration import aliases, register
 from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.errors import DataError
-from pipeline.preprocessing.batches import BatchWork
+from pipeline.preprocessing.epoch.batches import BatchWork
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.memory import Arrays, Writer
+from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import Event, Executor, WorkDone, WorkerDied, WorkerStarted, WorkFailed, _try_work
-from pipeline.preprocessing.memory import Arrays, Writer
-from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.worker import Costs, Worker
+from pipeline.preprocessing.worker import Worker
 from storage.reader import Fragment
 from tests.simulation.world import World, require
 

@@ -13,13 +13,13 @@ from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.schema import Schema
 
 from pipeline.data.files import fingerprint
-from pipeline.data.filters import parse_filter
 from pipeline.data.joined.index import KeyIndex, TimedIndex, TimedRows, cut_lists
 from pipeline.data.joined.sorting import MANIFEST, SortedLayout, open_sorted
 from pipeline.data.joined.source import FeatureSource, PinnedSource, SourceRows, added_columns, to_filter_schema
 from pipeline.data.joined.stored import MICROS, to_key_form, to_micros, to_numbers
 from pipeline.transforms.joins import EventWindow, FeatureJoin, History
 from pipeline.transforms.kernels.histories import sum_values
+from storage.filters import parse_filter
 from storage.reader import Fragment, SnapshotReader, SnapshotRef
 from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse

@@ -16,13 +16,13 @@ from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
 from pipeline.data.files import Stamp, address_of, find_files, fingerprint, stamp
-from pipeline.data.filters import check_filter, parse_filter
 from pipeline.data.joined.raw import RawRows
 from pipeline.data.joined.stored import MICROS, key_type, stored_type, to_key_form, to_micros, to_stored_form
 from pipeline.errors import ConfigError, DataError
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.schema import resolve, unknown_column
 from storage.arrow import is_list
+from storage.filters import check_filter, parse_filter
 from storage.reader import DAY, SnapshotRef
 from storage.snapshot.row_filter import compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse

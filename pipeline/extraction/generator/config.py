@@ -1,7 +1,7 @@
 """Config of the generated logs."""
 
 import datetime
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import (
     BaseModel,
@@ -93,11 +93,6 @@ class GeneratorConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docs
             remedy = "Raise it: the log begins early enough for every user to have ten events before the first day."
             raise ConfigError("source.generator.watched_per_day", "0, or 1 or more", f"{value:g}", remedy)
         return value
-
-    def content(self) -> dict[str, Any]:
-        """Returns the values that decide the logs, without keys that earlier versions lacked and that are off."""
-        values = self.model_dump(mode="json")
-        return values if self.watched_per_day else {key: values[key] for key in values if key != "watched_per_day"}
 
     @property
     def chunks_per_day(self) -> int:

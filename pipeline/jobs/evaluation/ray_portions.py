@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.jobs.console import one_line
-from pipeline.jobs.evaluation.portions import Comparison, PortionScorer, PortionSums
+from pipeline.jobs.evaluation.portion import Comparison, PortionScorer, PortionSums
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.ray_executor import count_room, join_cluster
-from pipeline.preprocessing.transport.places import find_cluster
+from pipeline.preprocessing.transport.addresses import find_cluster
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.versions import MODEL, PLAN, WEIGHTS
 from pipeline.sealed import Letterbox, seal

@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.extraction.extract import IngestResult
 from pipeline.extraction.opening import source_days
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.ingest import make_source_context, write_days
+from pipeline.jobs.ingest.ingest import make_source_context, write_days
 from pipeline.jobs.workspace import Workspace
 
 PORTIONS = 4

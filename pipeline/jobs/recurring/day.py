@@ -211,7 +211,7 @@ def require_champion(workspace: Workspace) -> ChampionVersion:
         raise no_champion(workspace.tracking, workspace.config.model_name)
     if "trained_to" not in tags:
         raise RegistryError(
-            f"{where}, version {version}", "a record of the days it was trained on", "none: an older version",
+            f"{where}, version {version}", "a record of the days it was trained on", "none",
             "Train another: python -m flows.train CONFIG force=true.",
         )  # fmt: skip
     fields = {key: tags[key] for key in ("trained_to", "scratch_day", "run_folder")}

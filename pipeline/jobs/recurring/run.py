@@ -13,6 +13,7 @@ from pipeline.evaluation import plots
 from pipeline.evaluation.policy import Decision, decide
 from pipeline.evaluation.record import describe_numbers
 from pipeline.evaluation.series import BacktestResult, DaySums
+from pipeline.jobs.columns import warn_of_columns
 from pipeline.jobs.console import step
 from pipeline.jobs.evaluation.trained import read_as_trained
 from pipeline.jobs.recurring.day import (
@@ -38,7 +39,6 @@ from pipeline.jobs.recurring.judge import (
     list_numbers,
 )
 from pipeline.jobs.recurring.pending import PendingDays, list_days
-from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.training.evaluate import evaluate_model
 from pipeline.jobs.training.finish import finish
 from pipeline.jobs.training.job import JOB, REGISTERED, TrainingJob, note_registered, open_training_run

@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from pipeline.errors import ConfigError, ContractError, RegistryError
 from pipeline.jobs.console import one_line
-from pipeline.process import limit_threads
+from pipeline.processes.process import limit_threads
 from pipeline.registration.aliases import choose_version, find_holder, list_versions, no_champion
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import Tracker, reporting_unreachable

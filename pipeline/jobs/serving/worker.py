@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.process import die_with_parent
+from pipeline.processes.process import die_with_parent
 from pipeline.serving.config import ServingConfig
 from pipeline.serving.process import run_process
 

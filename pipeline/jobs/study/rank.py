@@ -34,7 +34,7 @@ from pipeline.jobs.training.rank import build_model, build_unsharded, open_clien
 from pipeline.preprocessing.client import InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.transport.places import ServiceAddress
+from pipeline.preprocessing.transport.addresses import ServiceAddress
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.interaction import NumbaDots

@@ -13,7 +13,7 @@ from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
 from pipeline.evaluation.record import FeatureImportance, describe_quality
-from pipeline.jobs.code_version import LEARNING_VERSION, noted_code, trained_by
+from pipeline.jobs.code_version import noted_code, trained_by
 from pipeline.jobs.console import step
 from pipeline.jobs.outcome import DECIDED, run_address
 from pipeline.jobs.training.evaluate import (
@@ -40,7 +40,7 @@ from pipeline.jobs.training.summary import (
 from pipeline.jobs.training.train import PREPROCESSING, TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
-from pipeline.process import PACKAGES
+from pipeline.processes.process import PACKAGES
 from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities
@@ -223,7 +223,6 @@ def publish(
         "identity": job.identity,
         "test_rows": name_test_rows(workspace.warehouse, job.data),
         "git_commit": trained_by(Path(job.folder)).commit,
-        "learning_version": LEARNING_VERSION,
     } | dict(job.notes)
     tracker.log_json(run_id, result, RESULT)
     text = write_pages(workspace, model.version, run_id)

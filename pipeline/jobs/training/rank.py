@@ -26,7 +26,7 @@ from torchrec.modules.embedding_configs import DataType
 from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
-from pipeline.errors import ContractError, to_wire
+from pipeline.errors import ConfigError, ContractError, to_wire
 from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training.rank_spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
@@ -37,7 +37,6 @@ from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.dense import lacks_bf16
 from pipeline.training.launch.external import append_events
-from pipeline.training.launch.external_store import FollowedRank
 from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.launch.network import find_meeting, require_hosts, require_place
 from pipeline.training.launch.processes import ANSWER, DETERMINISTIC, ERROR
@@ -65,7 +64,7 @@ from pipeline.transforms.plan.carry_over import Start, unchanged_features
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, write_json, write_text
 from storage.compiled import load_compiler
-from storage.objects import ObjectFolder, is_address
+from storage.objects import ObjectFolder
 from storage.warehouse import Warehouse
 
 GROWN = "grown"
@@ -114,17 +113,14 @@ class GroupSpec(Protocol):
 Spec = TypeVar("Spec", bound=GroupSpec)
 
 
-def main(place: str) -> None:
+def main(path: str) -> None:
     """Trains as one rank of a group.
 
     Args:
-        place: File with the spec as JSON, or the address of the training's folder in an object store.
+        path: File with the spec as JSON.
     """
     read_code()  # unless the server of the ranks has
-    if is_address(place):
-        train_from_store(place)
-    else:
-        run_rank(place, RankSpec, train)
+    run_rank(path, RankSpec, train)
 
 
 def plan(path: str) -> None:
@@ -150,44 +146,22 @@ def run_rank(path: str, kind: type[Spec], run: Callable[[Spec, int, torch.device
     Args:
         path: File with the spec as JSON.
         run: Called with spec, rank and device.
+    Raises:
+        ConfigError: If this host does not have the file.
     """
-    spec, rank = kind.model_validate_json(Path(path).read_text(encoding="utf-8")), _own_rank()
-    _work(spec, rank, run, lambda error: write_json(Path(path).parent / f"error-{rank}.json", to_wire(error)))
-
-
-def train_from_store(address: str) -> None:
-    """Trains as one rank of a group that has no folder in common with its training.
-
-    Args:
-        address: The training's folder in an object store.
-    """
-    followed = FollowedRank(address, _own_rank())
-    spec = RankSpec.model_validate_json(followed.fetch_spec())
-
-    def run(spec: RankSpec, rank: int, device: torch.device) -> None:
-        with followed.open_events() as emit:
-            train(spec, rank, device, emit)
-
-    _work(spec, followed.rank, run, followed.report)
-
-
-def _own_rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _work(
-    spec: Spec,
-    rank: int,
-    run: Callable[[Spec, int, torch.device], None],
-    report: Callable[[ContractError], None],
-) -> None:
+    if not Path(path).exists():
+        raise ConfigError(
+            f"ranks of '{path}'", "a folder that their hosts share with the training", "no such file on this host",
+            "Share `home` among the hosts, or set training.launcher=ray, which needs no common folder.",
+        )  # fmt: skip
+    spec, rank = kind.model_validate_json(Path(path).read_text(encoding="utf-8")), int(os.environ.get("RANK", "0"))
     logging.disable(logging.WARNING)  # TorchRec's planner warns of intended settings at every start
     try:
         require_place(spec.training.world_size)
         run(spec, rank, start_group(spec.training, rank))
         dist.destroy_process_group()
     except ContractError as error:
-        report(error)
+        write_json(Path(path).parent / f"error-{rank}.json", to_wire(error))
         raise
 
 

@@ -5,7 +5,7 @@ from pydantic import BaseModel, Field
 from models.config import DLRMConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.transport.places import ServiceAddress
+from pipeline.preprocessing.transport.addresses import ServiceAddress
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.plan import ShardingPlan
 from pipeline.transforms.plan.carry_over import Start

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.evaluation.config import EvaluationConfig, require_installed
-from pipeline.jobs.code_version import LEARNING_VERSION, read_commit
+from pipeline.jobs.code_version import read_commit
+from pipeline.jobs.columns import warn_of_columns
 from pipeline.jobs.console import step
-from pipeline.jobs.tables.catalog import warn_of_columns
 from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import TrainingJob, open_training_run, resolve_job
 from pipeline.jobs.training.train import train
@@ -65,9 +65,7 @@ def load_result(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     log, model = workspace.console.log, workspace.config.model_name
     result = workspace.tracking.load_result(run_id) | {"status": "skipped"}
     log.info("skipped: %s version %s has the same rows and config; force=true trains again", model, version)
-    if result.get("learning_version", LEARNING_VERSION) != LEARNING_VERSION:
-        log.warning("this version of the code would make another model from the same rows; force=true trains it")
-    elif result.get("git_commit") != read_commit():
+    if result.get("git_commit") != read_commit():
         log.warning("the code has changed since: that model is of commit %s", result.get("git_commit"))
     return result
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 from pipeline.config.files import ROOT
 from pipeline.jobs.code_version import CODE, UNKNOWN, CodeVersion, note_code, noted_code, read_code
 from pipeline.jobs.console import format_rows, step
-from pipeline.jobs.tables.reads import save_read
+from pipeline.jobs.reads import save_read
 from pipeline.jobs.training.events import EventReport, SummaryValues
 from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
@@ -24,12 +24,11 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
 from pipeline.preprocessing.service import Service
-from pipeline.process import Importing
+from pipeline.processes.process import Importing
 from pipeline.registration.journal import Journal
 from pipeline.registration.tracking import SHARDING_PLAN
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.external import follow_ranks
-from pipeline.training.launch.external_store import StoreGroup
 from pipeline.training.launch.processes import Event, Limits, resolve_threads, run_alone, run_ranks
 from pipeline.training.launch.ray_train import run_ranks_on_ray
 from pipeline.training.state.checkpoint_index import CheckpointIndex
@@ -124,7 +123,7 @@ def train_ranks(
 def claim_checkpoints(workspace: Workspace, folder: Path) -> str | None:
     """Makes this training the only writer of its checkpoints in `storage.path`. Returns the token that its ranks need.
 
-    A training that wrote them before, and still runs because its machine stood still until its lease had ended, fails
+    A training that wrote them before, and still runs because its machine stood still until its lock had ended, fails
     at its next save. The restarts of its ranks do not take them back.
     """
     store = workspace.stored(folder)
@@ -207,10 +206,9 @@ def _launch(
     if service is not None:
         limits = replace(limits, progress=service.totals.progress)
         spec = spec.model_copy(update={"service": service.address})
-    launch, store = run_ranks, workspace.stored(folder)
+    launch = run_ranks
     if training.launcher == "external":
-        group = None if store is None else partial(StoreGroup, store=store)
-        launch = partial(follow_ranks, hosts=training.hosts, make_group=group)
+        launch = partial(follow_ranks, hosts=training.hosts)
     if training.launcher == "ray":
         address = workspace.config.preprocessing.ray_address
         launch = partial(

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.preprocessing import kernels
 from pipeline.preprocessing.cache.entries import RowColumn
 from pipeline.preprocessing.cache.keys import LABEL, SESSION, WEIGHT, id_type
-from pipeline.preprocessing.memory import Writer
+from pipeline.preprocessing.epoch import kernels
+from pipeline.preprocessing.epoch.memory import Writer
 from pipeline.transforms.plan.plan import Plan, TransformedRows
 
 OTHERS = {LABEL: ("labels", "float32"), WEIGHT: ("weights", "float32"), SESSION: ("sessions", "int64")}

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 import numpy as np
@@ -11,8 +11,7 @@ import numpy as np
 from models.config import SparseFeature
 from pipeline.data.joined.reader import FeatureJoinReader, Reader
 from pipeline.data.selection import Selection
-from pipeline.preprocessing.dataset import DataSpec
-from pipeline.process import PACKAGES
+from pipeline.processes.process import PACKAGES
 from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.discrete import GetLocalHour
 from pipeline.transforms.ops.zones import zone_offsets
@@ -44,23 +43,22 @@ CODE = hash_code()
 class CacheKeys:
     """The keys of a dataset's columns.
 
+    Args:
+        sources: LABEL and, if there are such columns, WEIGHT and SESSION -> the column of the table that it is.
     Attributes:
         columns: Name of a column -> its key, in the order of batches: dense features, sparse ones, the others.
-        sources: Name of a column that is no feature -> the column of the table that it is.
         counters: Name of a feature -> the names under which its ops count values.
     """
 
-    def __init__(self, spec: DataSpec, reader: Reader) -> None:
-        self.spec, self.reader = spec, reader
+    def __init__(self, plan: Plan, selection: Selection, sources: Mapping[str, str], reader: Reader) -> None:
+        self.plan, self.sources, self.reader = plan, sources, reader
         self._table = (reader.inner if isinstance(reader, FeatureJoinReader) else reader).table
-        self._ops = {op.output: _hash(_describe_op(op)) for op in spec.plan.ops}
-        self._rows = _hash([CODE, READ_ROWS, *_describe_selection(spec.selection, reader)])
-        sparse = {feature.name: feature for feature in spec.plan.sparse}
-        self.columns = {name: self._key_feature(name, sparse.get(name)) for name in spec.plan.features}
-        others = {LABEL: spec.label, WEIGHT: spec.weight, SESSION: spec.session}
-        self.sources = {kind: name for kind, name in others.items() if name is not None}
-        self.columns |= {kind: _hash([kind, reader.identify(name)]) for kind, name in self.sources.items()}
-        self.counters = {name: count_names(spec.plan, name) for name in spec.plan.features}
+        self._ops = {op.output: _hash(_describe_op(op)) for op in plan.ops}
+        self._rows = _hash([CODE, READ_ROWS, *_describe_selection(selection, reader)])
+        sparse = {feature.name: feature for feature in plan.sparse}
+        self.columns = {name: self._key_feature(name, sparse.get(name)) for name in plan.features}
+        self.columns |= {kind: _hash([kind, reader.identify(name)]) for kind, name in sources.items()}
+        self.counters = {name: count_names(plan, name) for name in plan.features}
 
     def rows(self, fragment: Fragment) -> str | None:
         """Returns the key of the selected rows of a fragment. None: a file of it cannot be found.
@@ -77,14 +75,14 @@ class CacheKeys:
 
     def _key_feature(self, name: str, feature: SparseFeature | None) -> str:
         """Returns the key of a feature: of its ops with all that they learned, and of the columns that they read."""
-        plan = self.spec.plan
+        plan = self.plan
         ops = [self._ops[op.output] for op in ops_of(plan, name)]
         raw = [[one, plan.raw[one], self._identify(one)] for one in sorted(plan.columns_of(name))]
         made = "float32" if feature is None else id_type(feature)
         return _hash([name, plan.direct.get(name, name), made, ops, raw])
 
     def _identify(self, column: str) -> str:
-        return "absent" if column in self.spec.plan.absent else self.reader.identify(column)
+        return "absent" if column in self.plan.absent else self.reader.identify(column)
 
 
 def ops_of(plan: Plan, feature: str) -> list[PlannedOp]:

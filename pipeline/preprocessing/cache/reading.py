@@ -3,8 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import pyarrow as pa
@@ -13,13 +12,10 @@ from pipeline.data.joined.reader import Reader
 from pipeline.preprocessing.cache.columns import OTHERS, ColumnParts
 from pipeline.preprocessing.cache.entries import RowColumn
 from pipeline.preprocessing.cache.keys import LABEL, CacheKeys
-from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
-from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.cache.store import ColumnStore
+from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.transforms.plan.plan import Plan
 from storage.reader import Fragment
-
-if TYPE_CHECKING:
-    from pipeline.preprocessing.worker import Costs
 
 ReadChunks = Callable[[Fragment, Reader], Iterator[pa.RecordBatch | pa.Table]]
 """Reads the selected rows of a fragment, without empty chunks."""
@@ -42,19 +38,19 @@ class ColumnCache:
     """The cache as a worker uses it.
 
     Args:
-        spec: The dataset.
-        reader: Reads all its columns.
+        keys: Those of the dataset's columns.
+        key_columns: Columns that decide which rows are selected.
         read_chunks: Reads with one reader or another.
+        store: Where columns are kept.
     """
 
-    def __init__(self, spec: DataSpec, reader: Reader, read_chunks: ReadChunks) -> None:
-        assert spec.cache_bytes is not None
-        self.spec, self.reader, self.read_chunks = spec, reader, read_chunks
-        self.keys = CacheKeys(spec, reader)
-        self.store = ColumnStore(Path(spec.home) / COLUMNS, spec.cache_bytes)
+    def __init__(
+        self, keys: CacheKeys, key_columns: Sequence[str], read_chunks: ReadChunks, store: ColumnStore
+    ) -> None:
+        self.keys, self.key_columns, self.read_chunks, self.store = keys, key_columns, read_chunks, store
         self._parts: dict[tuple[str, ...], _Part] = {}
 
-    def columns(self, fragment: Fragment, others: ReadOthers, costs: "Costs") -> dict[str, RowColumn]:
+    def columns(self, fragment: Fragment, others: ReadOthers, costs: Costs) -> dict[str, RowColumn]:
         """Returns all columns of the selected rows of a fragment, by name. They are valid until the next call.
 
         Args:
@@ -85,7 +81,7 @@ class ColumnCache:
         return found
 
     def _make(
-        self, fragment: Fragment, names: tuple[str, ...], others: ReadOthers, costs: "Costs"
+        self, fragment: Fragment, names: tuple[str, ...], others: ReadOthers, costs: Costs
     ) -> dict[str, RowColumn]:
         part, counts = self._part(names), Counter[str]()
         part.parts.clear()
@@ -108,18 +104,18 @@ class ColumnCache:
         if names not in self._parts:
             while len(self._parts) >= READERS:
                 self._parts.pop(next(iter(self._parts)))
-            spec, chosen = self.spec, set(names)
-            plan = spec.plan.model_copy(
+            whole, reader, chosen = self.keys.plan, self.keys.reader, set(names)
+            plan = whole.model_copy(
                 update={
-                    "dense": tuple(name for name in spec.plan.dense if name in chosen),
-                    "sparse": tuple(feature for feature in spec.plan.sparse if feature.name in chosen),
+                    "dense": tuple(name for name in whole.dense if name in chosen),
+                    "sparse": tuple(feature for feature in whole.sparse if feature.name in chosen),
                 }
             )
             others = tuple(name for name in OTHERS if name in chosen)
             read = {column for name in plan.features for column in plan.columns_of(name)}
-            read |= {*(self.keys.sources[name] for name in others), *spec.selection.key_columns()}
-            columns = [name for name in self.reader.columns if name in read] or [self.keys.sources[LABEL]]
-            self._parts[names] = _Part(self.reader.narrow(columns), plan, others, ColumnParts(plan, others))
+            read |= {*(self.keys.sources[name] for name in others), *self.key_columns}
+            columns = [name for name in reader.columns if name in read] or [self.keys.sources[LABEL]]
+            self._parts[names] = _Part(reader.narrow(columns), plan, others, ColumnParts(plan, others))
         return self._parts[names]
 
 

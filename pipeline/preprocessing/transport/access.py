@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow.flight as flight
 
-from pipeline.preprocessing.transport.places import Address, is_loopback
+from pipeline.preprocessing.transport.addresses import Address, is_loopback
 
 NAME = "dlrm-preprocessing"
 """Name in every certificate. Clients trust one certificate for one address, so it names no host."""

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import pyarrow.flight as flight
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 
-from pipeline.preprocessing.desk import Connection, Incoming
-from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.transport import framing
 from pipeline.preprocessing.transport.access import address_of, listen
-from pipeline.preprocessing.transport.places import NetworkSettings, ServiceAddress
+from pipeline.preprocessing.transport.addresses import NetworkSettings, ServiceAddress
+from pipeline.preprocessing.transport.connection import Connection, Incoming
 
 POLL_SECONDS = 2.0
 """A call waits for its answer this long. Then the client calls again."""
@@ -42,11 +42,11 @@ class _Session:
         self.heard = time.monotonic()
         self.number = 0
         """Number of the last message that was passed to the master."""
-        self.answer: wire.Message | None = None
+        self.answer: framing.Message | None = None
         """The answer to it."""
         self.ended = False
 
-    def put(self, answer: wire.Message | None) -> None:
+    def put(self, answer: framing.Message | None) -> None:
         """Hands an answer to the waiting call. None: there is none any more."""
         with self.changed:
             self.answer, self.ended = answer or self.answer, self.ended or answer is None
@@ -55,7 +55,7 @@ class _Session:
     def close(self) -> None:
         """Does nothing: there is only memory."""
 
-    def wait(self, seconds: float) -> wire.Message:
+    def wait(self, seconds: float) -> framing.Message:
         """Returns the answer to the last message. Empty: call again."""
         with self.changed:
             self.changed.wait_for(lambda: self.answer is not None or self.ended, seconds)
@@ -92,7 +92,7 @@ class NetworkFront(flight.FlightServerBase):
         session = self._find(call.session, kind == "open")
         if session is None:
             raise flight.FlightServerError("expected a conversation that is open")
-        answer: wire.Message = {}
+        answer: framing.Message = {}
         if kind == "close":
             self._end(call.session)
         else:
@@ -122,7 +122,7 @@ class NetworkFront(flight.FlightServerBase):
             session.put(None)
             self.put(Incoming(session.connection, None))
 
-    def send(self, connection: Connection, message: wire.Message, descriptors: list[int]) -> None:
+    def send(self, connection: Connection, message: framing.Message, descriptors: list[int]) -> None:
         """Sends a message of the master."""
         if connection.channel.ended:
             raise BrokenPipeError

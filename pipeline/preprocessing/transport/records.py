@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pyarrow as pa
 
-from pipeline.preprocessing.batches import CHUNK_ARRAYS, iterate_chunks
-from pipeline.preprocessing.memory import Arrays
+from pipeline.preprocessing.epoch.batches import CHUNK_ARRAYS, iterate_chunks
+from pipeline.preprocessing.epoch.memory import Arrays
 
 TYPES = ("float32", "float64", "int32", "int64")
 EMPTY = pa.schema([])

@@ -13,15 +13,21 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.data.position import LostRows
 from pipeline.errors import ContractError, DataError
-from pipeline.preprocessing.batches import join_share
-from pipeline.preprocessing.client import Conversation, Deliveries, Delivery, check_delivery, parse_notes
-from pipeline.preprocessing.memory import Arrays
-from pipeline.preprocessing.stream import GROUP_ROWS, BatchNote, Request
-from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.epoch.batches import join_share
+from pipeline.preprocessing.epoch.memory import Arrays
+from pipeline.preprocessing.epoch.request import GROUP_ROWS, BatchNote, Request
+from pipeline.preprocessing.transport import framing
 from pipeline.preprocessing.transport.access import connect, make_options
-from pipeline.preprocessing.transport.places import Place, ServiceAddress, Ticket, UnreachableError
+from pipeline.preprocessing.transport.addresses import Place, ServiceAddress, Ticket, UnreachableError
+from pipeline.preprocessing.transport.conversation import (
+    Conversation,
+    Deliveries,
+    Delivery,
+    check_delivery,
+    parse_notes,
+)
 from pipeline.preprocessing.transport.records import from_record
-from pipeline.preprocessing.transport.shelf import LONGEST_PAUSE_SECONDS, PAUSE_SECONDS, Connections, first_line
+from pipeline.preprocessing.transport.result_store import LONGEST_PAUSE_SECONDS, PAUSE_SECONDS, Connections, first_line
 
 PATIENCE_SECONDS = 120.0
 """A rank tries for this long to reach the master, or a worker that has its batches."""
@@ -125,7 +131,7 @@ class _Fetcher(threading.Thread):
     def _fetch_all(self) -> None:
         opening, asking = self.talk.open()
         self._call("open", opening)
-        message: wire.Message | None = asking
+        message: framing.Message | None = asking
         while message is not None and not self.ending.is_set():
             answer = self._ask(message)
             if answer is None:
@@ -136,14 +142,14 @@ class _Fetcher(threading.Thread):
                 return
         self.lost = self.talk.lost
 
-    def _ask(self, message: wire.Message) -> wire.Message | None:
+    def _ask(self, message: framing.Message) -> framing.Message | None:
         """Returns the master's answer to a message. None: the trainer takes no more."""
         answer = self._call("take", message)
         while not answer and not self.ending.is_set():
             answer = self._call("take", message, repeated=True)
         return answer or None
 
-    def _fetch_group(self, answer: wire.Message) -> bool:
+    def _fetch_group(self, answer: framing.Message) -> bool:
         """Fetches a group of batches, and asks for it again where its worker fails. Returns whether it is complete."""
         notes = parse_notes(answer)
         end, pause, limit = time.monotonic() + PATIENCE_SECONDS, PAUSE_SECONDS, TRANSFER_SECONDS
@@ -187,7 +193,7 @@ class _Fetcher(threading.Thread):
                 self._call("take", {}, repeated=True)  # tells the master that this rank is alive
         return False
 
-    def _call(self, kind: str, message: wire.Message, repeated: bool = False) -> wire.Message:
+    def _call(self, kind: str, message: framing.Message, repeated: bool = False) -> framing.Message:
         """Calls the master. A call that fails is repeated; the master takes each message once.
 
         Raises:
@@ -199,7 +205,7 @@ class _Fetcher(threading.Thread):
         while True:
             try:
                 (found,) = self.master.do_action(flight.Action(kind, body), self.options(timeout=CALL_SECONDS))
-                answer: wire.Message = json.loads(found.body.to_pybytes())
+                answer: framing.Message = json.loads(found.body.to_pybytes())
                 return answer
             except flight.FlightUnauthenticatedError:
                 raise DataError(

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from pipeline.preprocessing.desk import Connection, Incoming
-from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.transport import framing
+from pipeline.preprocessing.transport.connection import Connection, Incoming
 
 CREDENTIALS = struct.Struct("3i")
 """Content of SO_PEERCRED: process, user and group."""
@@ -37,9 +37,9 @@ class UnixFront:
         self.listening = threading.Thread(target=self._listen, name="preprocessing-listener", daemon=True)
         self.listening.start()
 
-    def send(self, connection: Connection, message: wire.Message, descriptors: list[int]) -> None:
+    def send(self, connection: Connection, message: framing.Message, descriptors: list[int]) -> None:
         """Sends a message and copies of the descriptors."""
-        wire.send(connection.channel, message, descriptors)
+        framing.send(connection.channel, message, descriptors)
 
     def hang_up(self, connection: Connection) -> None:
         """Ends a connection. Its reader reports that."""
@@ -82,7 +82,7 @@ class UnixFront:
             reader.start()
 
     def _read(self, connection: Connection) -> None:
-        while (received := wire.receive(connection.channel)) is not None:
-            wire.close(received[1])
+        while (received := framing.receive(connection.channel)) is not None:
+            framing.close(received[1])
             self.put(Incoming(connection, received[0]))
         self.put(Incoming(connection, None))

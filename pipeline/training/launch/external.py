@@ -1,7 +1,4 @@
-"""Follows ranks that someone else starts, such as torchrun or SLURM, through files in the run's folder.
-
-`external_store` does it where hosts have no common folder.
-"""
+"""Follows ranks that someone else starts, such as torchrun or SLURM, through files in the run's folder."""
 
 import errno
 import json
@@ -41,22 +38,20 @@ def follow_ranks(
     on_event: Callable[[Event], None],
     root: Path,
     hosts: int = 1,
-    make_group: "Callable[..., RankGroup] | None" = None,
 ) -> Event:
     """Waits for ranks as `run_ranks` does, but starts none. Its event `awaited` holds a command that does.
 
     Whoever started the ranks restarts them; `restart_limit` is not used. Their time counts from the first event.
 
     Args:
-        folder: On storage that all hosts share, unless `make_group` follows the ranks through another place.
+        folder: On storage that all hosts share.
         hosts: How many, if the config says so. 1: the command is for one rank on each host.
-        make_group: See `run_ranks`. None: follows them through files in the folder.
     Raises:
         ContractError: The error that a rank raised.
         TrainingError: If the ranks hang, or the deadline passed. Ranks that still run end at their next event.
     """
     once = replace(limits, restart_limit=0)
-    group = partial(make_group or ExternalGroup, hosts=hosts)
+    group = partial(ExternalGroup, hosts=hosts)
     return run_ranks(module, spec, folder, world_size, threads_per_rank, once, on_event, root, group)
 
 
@@ -74,7 +69,7 @@ class ExternalGroup(RankGroup):
             old.unlink(missing_ok=True)
         path.touch(mode=0o600)
         place = (self.folder / SPEC).resolve()
-        self.on_event({"event": "awaited", "command": suggest(module, place, world_size, self.hosts)})
+        self.on_event({"event": "awaited", "command": _suggest(module, place, world_size, self.hosts)})
         try:
             return self.watch_file(path)
         finally:
@@ -112,7 +107,10 @@ def append_events(folder: Path, rank: int) -> Callable[[dict[str, Any]], None]:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
     except FileNotFoundError:
-        raise unfollowed(folder) from None
+        raise TrainingError(
+            f"ranks of {folder}", "a training that follows them", "none",
+            "Start the training first, then the ranks by the command that it prints.",
+        ) from None  # fmt: skip
 
     def emit(event: dict[str, Any]) -> None:
         line = (json.dumps(event) + "\n").encode()
@@ -139,7 +137,7 @@ def _complete_lines(path: Path, read: int) -> list[bytes]:
         return [line for line in file.readlines() if line.endswith(b"\n")]
 
 
-def suggest(module: str, place: Path | str, world_size: int, hosts: int) -> str:
+def _suggest(module: str, place: Path, world_size: int, hosts: int) -> str:
     """Returns a command that starts the ranks of a host.
 
     Args:
@@ -151,11 +149,3 @@ def suggest(module: str, place: Path | str, world_size: int, hosts: int) -> str:
         f"torchrun --nnodes={nodes} --nproc-per-node={world_size // nodes} --node-rank=N --master-addr=ADDRESS "
         f"--master-port=29500 -m {module} {place}"
     )
-
-
-def unfollowed(place: Path | str) -> TrainingError:
-    """Returns the error of ranks that no training follows."""
-    return TrainingError(
-        f"ranks of {place}", "a training that follows them", "none",
-        "Start the training first, then the ranks by the command that it prints.",
-    )  # fmt: skip

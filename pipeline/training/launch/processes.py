@@ -17,8 +17,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from pipeline.errors import ContractError, TrainingError, from_wire
-from pipeline.forkserver import ForkedProcess, start_process
-from pipeline.process import limit_threads
+from pipeline.processes.forkserver import ForkedProcess, start_process
+from pipeline.processes.process import limit_threads
 from pipeline.training.launch.heartbeat import WAITING
 from storage.artifacts import write_text
 
@@ -167,14 +167,9 @@ def run_alone(module: str, word: str, spec: BaseModel, folder: Path, threads: in
 
 
 def read_error(path: Path) -> ContractError:
-    """Returns the error that a process wrote to a file. See `parse_error`."""
-    return parse_error(path.read_text(encoding="utf-8", errors="replace"))
-
-
-def parse_error(text: str) -> ContractError:
-    """Returns the error that a process wrote as JSON. A damaged one becomes an error that says so."""
+    """Returns the error that a process wrote to a file as JSON. A damaged one becomes an error that says so."""
     try:
-        return from_wire(json.loads(text))
+        return from_wire(json.loads(path.read_text(encoding="utf-8", errors="replace")))
     except (ValueError, RecursionError):
         return from_wire("damaged text")
 

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import ConfigError, ContractError, TrainingError, from_wire, to_wire
-from pipeline.process import LIBRARY_ENVIRONMENT, LOCAL_RAY, PACKAGES
+from pipeline.processes.process import LIBRARY_ENVIRONMENT, LOCAL_RAY, PACKAGES
 from pipeline.training.launch.processes import (
     POLL_SECONDS,
     Event,
@@ -28,7 +28,7 @@ from pipeline.training.launch.processes import (
     read_event,
     run_ranks,
 )
-from pipeline.training.launch.ray_driver import Driver, Order
+from pipeline.training.launch.ray_order import Driver, Order
 from storage.scratch import ScratchFolder
 
 STORE_BYTES = 128 << 20

@@ -10,8 +10,6 @@ from pipeline.errors import StorageError, TrainingError
 from storage.objects import ObjectFolder
 
 INDEX = "index.json"
-OLD_MANIFEST = "/manifest.json"
-"""End of the name of a file in stores without an index. Each checkpoint had one."""
 
 
 class Manifest(BaseModel, frozen=True):
@@ -40,7 +38,7 @@ class CheckpointIndex:
     A store replaces one file at once, and nothing larger. So this one file is written last, on condition that it still
     has the content that was read (see `ObjectFolder.swap`). A training claims it before its ranks start, and each
     attempt of the ranks opens it. From then on, whoever wrote it before is refused: a machine that stood still until
-    its lease had ended, or ranks that outlived their attempt.
+    its lock had ended, or ranks that outlived their attempt.
 
     Args:
         store: Folder of the checkpoints.
@@ -108,7 +106,7 @@ class CheckpointIndex:
     def _read(self) -> tuple[bytes | None, _Content]:
         content = self.store.read(INDEX)
         if content is None:
-            return None, _Content(training=None, attempt="", checkpoints=self._read_old())
+            return None, _Content(training=None, attempt="", checkpoints={})
         try:
             return content, _Content.model_validate_json(content)
         except ValidationError:
@@ -116,15 +114,3 @@ class CheckpointIndex:
                 f"file '{self.store.address}/{INDEX}'", "a list of checkpoints", "other content",
                 "Put it back from a copy, or remove the folder to start the training again.",
             ) from None  # fmt: skip
-
-    def _read_old(self) -> dict[str, Manifest]:
-        """Returns the checkpoints of a store without an index. One whose manifest is damaged is left out."""
-        found = {}
-        for file in self.store.names():
-            name = file.removesuffix(OLD_MANIFEST)
-            if name != file and "/" not in name:
-                try:
-                    found[name] = Manifest.model_validate_json(self.store.read(file) or b"")
-                except ValidationError:
-                    continue
-        return found

@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 
 from models.config import SparseFeature
-from pipeline.data.columns import NAME
 from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.kinds import KINDS, Kind
 from pipeline.transforms.ops import PlannedOp
@@ -26,6 +25,7 @@ from pipeline.transforms.schema import (
 )
 from storage.arrow import is_list, is_text
 from storage.keys import expand_keys, map_names
+from storage.names import NAME
 
 MOST_WEIGHTED_IDS = 1 << 32
 """Ids that a list with weights can hold: see `pipeline.transforms.kernels.weights`."""

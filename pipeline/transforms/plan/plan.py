@@ -96,11 +96,7 @@ class Plan(BaseModel, frozen=True):
     @property
     def hash(self) -> str:
         """SHA-256 of the plan's content. Equal plans make equal tensors."""
-        values = self.model_dump(mode="json", exclude=None if self.absent else {"absent"})
-        for feature in values["sparse"]:
-            if not feature["weighted"]:
-                del feature["weighted"]  # such a plan makes the same tensors as before there were weights
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def schedule(self) -> Schedule:

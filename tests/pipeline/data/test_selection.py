@@ -11,10 +11,10 @@ from pyiceberg.schema import Schema
 from pyiceberg.types import DateType, DoubleType, IntegerType, LongType, NestedField, StringType
 
 from pipeline.data.config import PARTS, Part, SplitConfig
-from pipeline.data.filters import check_filter
 from pipeline.data.selection import HASH_STEPS, Selection, check_sampling, hash_steps, select, share_rows
 from pipeline.errors import ConfigError, ContractError, EmptyDatasetError
 from pipeline.transforms.ops.sampling import Sampling
+from storage.filters import check_filter
 from storage.reader import Fragment
 
 DAYS = [datetime.date(2024, 12, 25) + datetime.timedelta(days=i) for i in range(20)]  # past the end of a leap year

@@ -18,6 +18,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.formats.avro import copy_as_parquet
 
 fastavro = pytest.importorskip("fastavro", reason="needs `make setup EXTRAS=avro`")
+pytestmark = pytest.mark.extra
 UTC = datetime.UTC
 FIELDS: dict[str, Any] = {
     "label": "int",

@@ -11,7 +11,7 @@ import pytest
 from mlflow.exceptions import MlflowException
 
 from pipeline.config import load
-from pipeline.jobs.clean import clean
+from pipeline.jobs.upkeep.clean import clean
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.cache.entries import RowColumn
 from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
@@ -255,7 +255,7 @@ def test_the_next_clean_drops_the_tags_that_a_killed_one_left(home: Path, monkey
     train(workspace, 1)
     write_day(workspace, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.jobs.clean.drop_tags", lambda *_: pytest.fail("killed"))
+        patch.setattr("pipeline.jobs.upkeep.clean.drop_tags", lambda *_: pytest.fail("killed"))
         with pytest.raises(pytest.fail.Exception, match="killed"):
             clean(workspace, dry_run=False)
     assert len(tags_of(workspace)) == 1

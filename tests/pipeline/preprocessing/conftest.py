@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.preprocessing import stream as stream_module
 from pipeline.preprocessing.client import BatchSource, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.epoch import stream as stream_module
 from pipeline.preprocessing.service import Service
 from tests.pipeline.preprocessing.reference import (
     CONFIG,

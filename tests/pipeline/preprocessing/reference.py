@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from pipeline import forkserver
 from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position
 from pipeline.data.selection import HASH_STEPS
@@ -26,6 +25,7 @@ from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ope
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
+from pipeline.processes import forkserver
 
 SELECTIONS: dict[str, dict[str, Any]] = {
     "days": {},

@@ -444,7 +444,7 @@ def test_fault_17_a_slow_trainer_holds_the_workers_back(
         found.append(batch)
         if len(found) in (1, 3, 5):
             at_rest(masters[0])
-            assert 0.3 * TIGHT_BYTES < masters[0].streams[0].bytes <= TIGHT_BYTES
+            assert 0.3 * TIGHT_BYTES < masters[0].streams[0].budget.used <= TIGHT_BYTES
             rows_read.append(masters[0].totals.rows)
     assert rows_read == sorted(set(rows_read))
     assert rows_read[-1] < 2481  # rows were left to read at every check

@@ -10,8 +10,11 @@ import pytest
 from pipeline.data.position import Position
 from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.preprocessing.autoscaler import PERIOD_SECONDS
-from pipeline.preprocessing.batches import BatchWork
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.epoch.batches import BatchWork
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.request import Request
+from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import (
     Executor,
     InlineExecutor,
@@ -22,9 +25,6 @@ from pipeline.preprocessing.executors import (
     WorkFailed,
 )
 from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master, make_executor
-from pipeline.preprocessing.splits import Split
-from pipeline.preprocessing.stream import Request
-from pipeline.preprocessing.worker import Costs
 from tests.pipeline.preprocessing.reference import CONFIG
 
 BAD = DataError("row 3", "something else", "this", "Change it.")

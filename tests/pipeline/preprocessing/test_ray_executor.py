@@ -13,13 +13,14 @@ import pytest
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import WORKERS_FILE
 from pipeline.preprocessing.service import Service
-from pipeline.process import LOCAL_RAY
+from pipeline.processes.process import LOCAL_RAY
 from tests.pipeline.preprocessing.reference import CONFIG, alone, client, eventually, order_hash, source_of
 
 pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_fault_14_and_15_actors_are_killed_and_stopped(data: DataSpec, tmp_path: Path, tight: dict[str, Any]) -> None:
     """One actor gets SIGKILL after the first batch, another SIGSTOP after the second."""
     bounds = {"lease_seconds": 3.0, "attempts": 9, "restart_limit": 8} | tight
@@ -45,6 +46,7 @@ def test_fault_14_and_15_actors_are_killed_and_stopped(data: DataSpec, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_process_starts_one_cluster_after_another(data: DataSpec, tmp_path: Path) -> None:
     """Ray writes the folder of a cluster into the settings that it is given, and the folder goes with the cluster."""
     config = CONFIG.model_copy(update={"executor": "ray", "workers": 1})

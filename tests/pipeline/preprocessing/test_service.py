@@ -19,7 +19,7 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.transport import wire
+from pipeline.preprocessing.transport import framing
 from tests.pipeline.preprocessing.reference import CONFIG, ROOT, Reference, all_equal, client, eventually, source_of
 
 GONE = (
@@ -112,7 +112,7 @@ def test_a_rank_may_be_gone_before_another_comes(
     masters: list[Master], serve: Serve, data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The late rank gets its share of every batch and waits for no other."""
-    monkeypatch.setattr("pipeline.preprocessing.stream.GROUP_ROWS", 160)
+    monkeypatch.setattr("pipeline.preprocessing.epoch.stream.GROUP_ROWS", 160)
     service = serve(executor="inline", workers=1, memory_bytes=100_000)
     early = reading(service, data, rank=0, world_size=2).batches()
     next(early)
@@ -199,15 +199,15 @@ def test_an_unknown_dataset_is_refused_and_others_continue(
     assert all_equal(reading(service, data).batches(), Reference(data, days).batches())
 
 
-OPEN: wire.Message = {
+OPEN: framing.Message = {
     "open": {
         "data": "days", "number": 0, "position": {}, "batch_rows": 160, "seed": 9, "window_rows": 250, "world_size": 1,
         "ranks": [0],
     },
     "rank": 0,
 }  # fmt: skip
-TAKE: wire.Message = {"take": 0, "done": -2, "rows": 0, "waited": 0.0}
-MALFORMED: list[list[wire.Message]] = [
+TAKE: framing.Message = {"take": 0, "done": -2, "rows": 0, "waited": 0.0}
+MALFORMED: list[list[framing.Message]] = [
     [{}], [TAKE], [{"open": 3}], [{"open": {"data": "days"}, "rank": 0}], [{"open": {}, "rank": "x"}],
     *([OPEN | {"rank": rank}] for rank in (1, -1, None, [0])),
     *(
@@ -238,7 +238,7 @@ def test_a_malformed_message_ends_only_its_own_connection(
         channel.connect(f"\0{service.address}")
         for message in messages:
             with suppress(OSError):  # it may be closed after the first one
-                wire.send(channel, message, [descriptor])
+                framing.send(channel, message, [descriptor])
         channels.append(channel)
     garbage = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     garbage.connect(f"\0{service.address}")
@@ -246,7 +246,7 @@ def test_a_malformed_message_ends_only_its_own_connection(
     for channel, messages in zip(channels, MALFORMED, strict=True):
         channel.settimeout(30.0)
         with channel:
-            while wire.receive(channel) is not None:  # the answer to what was right
+            while framing.receive(channel) is not None:  # the answer to what was right
                 pass
             assert channel.recv(1) == b"", messages
     garbage.close()
@@ -274,7 +274,7 @@ def test_fault_17_many_small_batches_do_not_block_the_master(
 ) -> None:
     """The message about a group of batches is longer than a socket's buffer. One rank does not read its answer,
     because it is training and waits there for the other rank, which has no answer yet."""
-    monkeypatch.setattr("pipeline.preprocessing.stream.GROUP_ROWS", 1000)
+    monkeypatch.setattr("pipeline.preprocessing.epoch.stream.GROUP_ROWS", 1000)
     service = serve(executor="inline", workers=1)
     settings = {"batch_rows": 1, "world_size": 2, "window_rows": 10**9}
     ahead, behind = (reading(service, data, rank=rank, **settings).batches() for rank in range(2))

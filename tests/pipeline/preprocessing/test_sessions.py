@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
 from pipeline.errors import ConfigError, DataError
-from pipeline.preprocessing import kernels
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import drain
-from pipeline.preprocessing.memory import PrivateWriter
+from pipeline.preprocessing.epoch import kernels
+from pipeline.preprocessing.epoch.memory import PrivateWriter
+from pipeline.preprocessing.epoch.splits import Split, permute_rows, permute_sessions
 from pipeline.preprocessing.service import Service
-from pipeline.preprocessing.splits import Split, permute_rows, permute_sessions
 from pipeline.preprocessing.worker import Worker
 from tests.pipeline.preprocessing.reference import (
     CONFIG,

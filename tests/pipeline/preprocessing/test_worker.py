@@ -14,11 +14,12 @@ import pytest
 
 from pipeline.data.selection import HASH_STEPS
 from pipeline.errors import DataError
-from pipeline.preprocessing.batches import BatchWork, Window
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
-from pipeline.preprocessing.memory import Arrays, PrivateWriter
-from pipeline.preprocessing.splits import Split, permute_rows
-from pipeline.preprocessing.worker import Costs, Worker
+from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.costs import Costs
+from pipeline.preprocessing.epoch.memory import Arrays, PrivateWriter
+from pipeline.preprocessing.epoch.splits import Split, permute_rows
+from pipeline.preprocessing.worker import Worker
 from storage.errors import CorruptFileError
 from storage.reader import Fragment
 from storage.warehouse import Warehouse

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ContractError
-from pipeline.process import process_start
+from pipeline.processes.process import process_start
 from pipeline.serving.config import ServedVersion
 from pipeline.serving.metrics import ServerMetrics
 from pipeline.serving.supervisor import FetchedVersion, Supervisor

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.filters import check_filter, parse_filter
 from pipeline.errors import ConfigError
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError
+from storage.filters import check_filter, parse_filter
 from storage.keys import expand_keys
 from storage.layout.flatten import add_columns, count_keys, drop_maps, refuse_new_keys
 from storage.snapshot.maps import MapEntries

@@ -13,7 +13,6 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.filters import check_filter
 from pipeline.data.joined import index, reader
 from pipeline.data.joined.index import KeyIndex
 from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
@@ -23,6 +22,7 @@ from pipeline.errors import ConfigError, ContractError, DataError
 from pipeline.transforms.joins import FeatureJoin
 from pipeline.transforms.ops.sampling import Sampling
 from storage.config import WarehouseConfig
+from storage.filters import check_filter
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
 

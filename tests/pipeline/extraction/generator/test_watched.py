@@ -101,9 +101,6 @@ def test_a_longer_log_begins_with_the_days_of_a_shorter_one() -> None:
         assert all(one.equals(other) for one, other in same)
 
 
-def test_a_log_without_events_changes_no_identity() -> None:
-    """Days that an earlier version generated stay as they are."""
-    assert "watched_per_day" not in QUIET.content()
-    assert CONFIG.content() == QUIET.content() | {"watched_per_day": 4.0}
+def test_users_that_watch_less_than_daily_are_refused() -> None:
     with pytest.raises((ConfigError, ValidationError), match="0, or 1 or more"):
         GeneratorConfig(watched_per_day=0.2, start_day=datetime.date(2025, 1, 1))

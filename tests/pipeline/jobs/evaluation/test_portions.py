@@ -20,11 +20,12 @@ from pipeline.errors import ConfigError, ContractError, DataError, TrainingError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import Evaluation
 from pipeline.jobs.evaluation import portions
-from pipeline.jobs.evaluation.portions import Comparison, RowScorer, evaluate_portions
+from pipeline.jobs.evaluation.portion import Comparison, RowScorer
+from pipeline.jobs.evaluation.portions import evaluate_portions
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
-from pipeline.process import LOCAL_RAY
+from pipeline.processes.process import LOCAL_RAY
 from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel
 from storage.reader import DAY
@@ -142,6 +143,7 @@ def test_scores_do_not_depend_on_the_number_of_threads(comparison: Comparison) -
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.usefixtures("threads")
 def test_nodes_of_a_cluster_evaluate_as_this_process_does(
     cluster: Any, comparison: Comparison, caplog: pytest.LogCaptureFixture
@@ -175,6 +177,7 @@ def test_nodes_of_a_cluster_evaluate_as_this_process_does(
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_errors_of_nodes_arrive_unchanged(cluster: Any, comparison: Comparison) -> None:
     wrong = comparison.model_copy(update={"spec": comparison.spec.model_copy(update={"label": "row"})})
     with pytest.raises(DataError) as caught:
@@ -187,6 +190,7 @@ def test_errors_of_nodes_arrive_unchanged(cluster: Any, comparison: Comparison) 
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_broken_champion_does_not_cost_the_model(cluster: Any, comparison: Comparison, tmp_path: Path) -> None:
     broken = pack_copy(comparison, tmp_path)
     found, failed = evaluate(broken, **on(cluster))
@@ -205,6 +209,7 @@ def pack_copy(comparison: Comparison, folder: Path) -> Comparison:
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_process_that_always_dies_ends_the_evaluation(cluster: Any, comparison: Comparison) -> None:
     with pytest.raises(TrainingError) as caught:
         evaluate(comparison, lambda done: kill_actors(), preprocessing__attempts=1, **on(cluster))
@@ -215,6 +220,7 @@ def test_a_process_that_always_dies_ends_the_evaluation(cluster: Any, comparison
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_a_cluster_without_room_or_answer_is_named(cluster: Any, comparison: Comparison) -> None:
     nowhere = on(cluster) | {"training__resources": {"nowhere": 1}, "training__hang_seconds": 1}
     for overrides, kind, sentence in (

@@ -11,7 +11,7 @@ from pipeline.data.joined.reader import open_reader
 from pipeline.data.joined.source import PinnedSource, pin_sources
 from pipeline.errors import ConfigError
 from pipeline.jobs.evaluation.trained import AS_DECLARED, read_as_trained, sources_as_trained
-from pipeline.jobs.tables.ingest import ingest_days
+from pipeline.jobs.ingest.ingest import ingest_days
 from pipeline.jobs.workspace import Workspace
 
 DAY = pd.Timestamp("2024-01-01")

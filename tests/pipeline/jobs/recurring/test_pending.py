@@ -42,7 +42,7 @@ def write(workspace: Workspace, *days: int, rows: int = 5, still_open: bool = Fa
     table = pa.table({"day": pa.array(dates, pa.date32()), "user": list(range(len(dates)))})
     written = {january(day): f"{day} of {rows}" for day in days}
     none = InputFiles(count=0, bytes=0, stamps=())
-    note = {INGEST: DayNote(open=still_open, rows=none, outcomes=none).model_dump(mode="json")}
+    note = {INGEST: DayNote(open=still_open, rows=none, outcomes=none, definition="").model_dump(mode="json")}
     workspace.warehouse.replace_days(
         "mornings", written, table.schema, table.to_batches(), table.num_rows, notes=dict.fromkeys(written, note)
     )

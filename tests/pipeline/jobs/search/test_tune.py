@@ -10,8 +10,8 @@ from pipeline.config import load
 from pipeline.config.draft import load_draft
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import Console
+from pipeline.jobs.features.suggest import DraftJob
 from pipeline.jobs.search import tune as tuning
-from pipeline.jobs.tables.suggest import DraftJob
 
 CONFIG = "configs/smoke.yaml"
 

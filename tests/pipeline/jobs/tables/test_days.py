@@ -17,7 +17,7 @@ from pipeline.config import load
 from pipeline.data.day_notes import backfilled_columns, open_days
 from pipeline.data.joined.backfilled import written_columns
 from pipeline.errors import ConfigError
-from pipeline.jobs.tables.ingest import enrich_days, ingest_days
+from pipeline.jobs.ingest.ingest import enrich_days, ingest_days
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace
 from storage.errors import ConflictError

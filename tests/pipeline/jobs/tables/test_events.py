@@ -14,9 +14,9 @@ from pipeline.data.joined.reader import open_reader
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.generator.watched import watched_batches, watched_days
 from pipeline.extraction.writing import quarantine_name
-from pipeline.jobs.clean import remove_snapshots
-from pipeline.jobs.tables.ingest import enrich_days, ingest_days
+from pipeline.jobs.ingest.ingest import enrich_days, ingest_days
 from pipeline.jobs.training.job import resolve_job
+from pipeline.jobs.upkeep.clean import remove_snapshots
 from pipeline.jobs.workspace import Workspace
 
 FIRST = datetime.datetime(2024, 1, 1)

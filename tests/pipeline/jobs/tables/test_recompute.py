@@ -11,9 +11,9 @@ import pytest
 
 from pipeline.config import load
 from pipeline.config.retention import RetentionConfig
-from pipeline.jobs.clean import remove_snapshots
-from pipeline.jobs.tables import recompute
-from pipeline.jobs.tables.ingest import ingest_days, ingest_event_tables
+from pipeline.jobs.ingest import recompute
+from pipeline.jobs.ingest.ingest import ingest_days, ingest_event_tables
+from pipeline.jobs.upkeep.clean import remove_snapshots
 from pipeline.jobs.workspace import Workspace
 
 FIRST = pd.Timestamp("2024-01-01")

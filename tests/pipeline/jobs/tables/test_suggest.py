@@ -10,8 +10,8 @@ import pytest
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import load_draft
 from pipeline.jobs.console import Console
+from pipeline.jobs.features.suggest import DraftJob, Look, write
 from pipeline.jobs.search.tune import search_space
-from pipeline.jobs.tables.suggest import DraftJob, Look, write
 from storage.reader import DAY
 from tests.pipeline.suggestion.observing import look
 

@@ -10,8 +10,8 @@ import pytest
 from pipeline.config import load
 from pipeline.data.day_notes import INGEST, DayNote, InputFiles
 from pipeline.errors import ConfigError
+from pipeline.jobs.ingest.ingest import ingest
 from pipeline.jobs.recurring.day import identity_of_day
-from pipeline.jobs.tables.ingest import ingest
 from pipeline.jobs.training.identity import name_test_rows
 from pipeline.jobs.training.job import PLAN, PLANS, TrainingJob, begin, prepare_rows, resolve_dataset, resolve_job
 from pipeline.jobs.workspace import Workspace
@@ -193,7 +193,7 @@ def test_chosen_rows_are_not_chosen_again(home: Path) -> None:
     workspace = open_()
     chosen = {part: spec.selection for part, spec in pin().data.items()}
     rows = InputFiles(count=0, bytes=0, stamps=())
-    note = {INGEST: DayNote(open=True, rows=rows, outcomes=rows).model_dump(mode="json")}
+    note = {INGEST: DayNote(open=True, rows=rows, outcomes=rows, definition="").model_dump(mode="json")}
     warehouse = workspace.warehouse
     reader = warehouse.reader(snapshot := warehouse.current("smoke"), warehouse.schema(snapshot).names)
     table = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments([FIRST[0]])])

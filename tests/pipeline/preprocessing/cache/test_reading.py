@@ -16,9 +16,9 @@ from pipeline.data.selection import HASH_STEPS
 from pipeline.preprocessing.cache.store import COLUMNS, ENTRY
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import DrainResult, drain
+from pipeline.preprocessing.epoch.memory import PrivateWriter
+from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.master import CACHE_WARNINGS
-from pipeline.preprocessing.memory import PrivateWriter
-from pipeline.preprocessing.splits import Split
 from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.joins import FeatureJoin
 from pipeline.transforms.ops.dense import Clamp, FillNull, Log, Standardise

@@ -8,27 +8,27 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
-from pipeline.preprocessing.memory import PrivateWriter, Slabs, copy_to_segment
-from pipeline.preprocessing.transport import shelf as module
+from pipeline.preprocessing.epoch.memory import PrivateWriter, Slabs, copy_to_segment
+from pipeline.preprocessing.transport import result_store as module
 from pipeline.preprocessing.transport.access import address_of, listen, make_certificate
-from pipeline.preprocessing.transport.places import Address, NetworkSettings, Place, Ticket, UnreachableError
-from pipeline.preprocessing.transport.shelf import Connections, Shelf
+from pipeline.preprocessing.transport.addresses import Address, NetworkSettings, Place, Ticket, UnreachableError
+from pipeline.preprocessing.transport.result_store import Connections, ResultStore
 
 TOKEN = "0123456789abcdef" * 4
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    made = Shelf(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
+def store() -> Iterator[ResultStore]:
+    made = ResultStore(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
     yield made
     made.close()
 
 
-def kept(shelf: Shelf) -> Place:
+def kept(store: ResultStore) -> Place:
     writer = PrivateWriter()
     writer.add({"0.labels": ("float32", (2,)), "0.starts": ("int64", (1,)), "0.ids": ("int32", (0,))})
     writer.finish()["0.labels"][:] = 0.0, 1.0
-    return shelf.keep(copy_to_segment(writer.finish(), Slabs()))
+    return store.keep(copy_to_segment(writer.finish(), Slabs()))
 
 
 def fetch(place: Place, token: str = TOKEN, address: Address | None = None) -> Any:
@@ -39,23 +39,23 @@ def fetch(place: Place, token: str = TOKEN, address: Address | None = None) -> A
         connections.close()
 
 
-def test_a_result_is_served_until_it_is_dropped(shelf: Shelf) -> None:
-    place = kept(shelf)
+def test_a_result_is_served_until_it_is_dropped(store: ResultStore) -> None:
+    place = kept(store)
     assert fetch(place)[0].column("labels").to_pylist() == [[0.0, 1.0]]
-    shelf.drop([place.key])
+    store.drop([place.key])
     with pytest.raises(flight.FlightServerError, match="which was freed"):
         fetch(place)
 
 
 @pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN[:-1] + "0"])
-def test_a_wrong_token_is_refused(shelf: Shelf, token: str) -> None:
+def test_a_wrong_token_is_refused(store: ResultStore, token: str) -> None:
     with pytest.raises(flight.FlightUnauthenticatedError):
-        fetch(kept(shelf), token)
+        fetch(kept(store), token)
 
 
 def test_beyond_loopback_a_server_has_a_certificate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.preprocessing.transport.access.is_loopback", lambda host: False)
-    server = Shelf(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
+    server = ResultStore(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
     try:
         place = kept(server)
         assert server.address.location.startswith("grpc+tls://")
@@ -70,21 +70,23 @@ def test_beyond_loopback_a_server_has_a_certificate_of_its_own(monkeypatch: pyte
         server.close()
 
 
-def test_rows_of_a_worker_that_is_gone_are_named_with_its_place(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_a_worker_that_is_gone_are_named_with_its_place(
+    store: ResultStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "FETCH_SECONDS", 0.5)
-    other = Shelf(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
+    other = ResultStore(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2))
     place, location = kept(other), other.address.location
-    assert np.array_equal(shelf.find([place])[0]["0.labels"], [0.0, 1.0])
-    shelf.fetched.clear()
+    assert np.array_equal(store.find([place])[0]["0.labels"], [0.0, 1.0])
+    store.fetched.clear()
     other.close()
     with pytest.raises(UnreachableError) as caught:
-        shelf.find([place])
+        store.find([place])
     assert caught.value.location == location
     assert str(caught.value).startswith(f"preprocessing worker at {location}: expected to serve what it keeps, got ")
 
 
-def test_connections_are_bounded(shelf: Shelf) -> None:
-    others = [Shelf(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2)) for _ in range(3)]
+def test_connections_are_bounded(store: ResultStore) -> None:
+    others = [ResultStore(NetworkSettings(host="127.0.0.1", token=TOKEN, connections=2)) for _ in range(3)]
     connections = Connections(2, TOKEN)
     try:
         for other in others:

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.preprocessing.transport import front as module
 from pipeline.preprocessing.transport.access import connect, make_options
+from pipeline.preprocessing.transport.addresses import NetworkSettings
 from pipeline.preprocessing.transport.front import NetworkFront
-from pipeline.preprocessing.transport.places import NetworkSettings
 
 SESSION = "s" * 32
 

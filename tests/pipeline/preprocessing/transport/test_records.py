@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.preprocessing.batches import cut_share, join_share
+from pipeline.preprocessing.epoch.batches import cut_share, join_share
 from pipeline.preprocessing.transport.records import chunk_records, from_record, join_chunks, to_record
 
 SIZES = st.integers(0, 40)

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from pydantic import BaseModel
 
-from pipeline import forkserver
 from pipeline.errors import ColumnError, ContractError, TrainingError
-from pipeline.forkserver import stop_servers
+from pipeline.processes import forkserver
+from pipeline.processes.forkserver import stop_servers
 from pipeline.training.launch import processes
 from pipeline.training.launch.processes import Event, Limits, run_alone, run_ranks
 

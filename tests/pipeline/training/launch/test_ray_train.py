@@ -34,7 +34,7 @@ def children() -> list[psutil.Process]:
     found = []
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if one.name().startswith("dlrm") or "pipeline.forkserver" not in one.cmdline():
+            if one.name().startswith("dlrm") or "pipeline.processes.forkserver" not in one.cmdline():
                 found.append(one)
     return found
 
@@ -45,6 +45,7 @@ def left(before: list[psutil.Process]) -> list[psutil.Process]:
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_ranks_of_ray_train_like_processes(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -73,6 +74,7 @@ def test_ranks_of_ray_train_like_processes(
 
 @needs_ray
 @pytest.mark.slow
+@pytest.mark.cluster
 def test_ranks_end_with_the_process_that_has_their_connection(
     rank_spec: Callable[..., RankSpec], tmp_path: Path
 ) -> None:

@@ -1,6 +1,5 @@
 """Two trainings with the same checkpoints in a store: the last to claim them has them, and nothing of it is lost."""
 
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -11,11 +10,10 @@ import pytest
 
 from pipeline.errors import TrainingError
 from pipeline.training.state import checkpoint
-from pipeline.training.state.checkpoint import BEST, MANIFEST, PROGRESS
+from pipeline.training.state.checkpoint import BEST, PROGRESS
 from pipeline.training.state.checkpoint_index import INDEX, CheckpointIndex, Manifest
 from pipeline.training.state.checkpoints import StoredCheckpoints
 from storage import objects
-from storage.artifacts import sha256
 from storage.objects import ObjectFolder
 from tests.objects import Store
 from tests.pipeline.training.state.test_checkpoints import tensors
@@ -175,40 +173,6 @@ def test_a_restart_saves_the_same_steps_again_and_ranks_of_the_attempt_before_it
     assert {name: seed_of(second.fetch(name)) for name in second.names()} == {
         "step-0000000001": 1, "step-0000000002": 2, BEST: 2,
     }  # fmt: skip
-
-
-def test_checkpoints_that_were_stored_without_an_index_are_read_and_continued(
-    store: Store, address: str, tmp_path: Path
-) -> None:
-    """Each had a manifest beside the folder of its files. What has none was half written."""
-    folder, client = ObjectFolder(address, store.properties), store.client()
-    root = address.partition(f"{store.bucket}/")[2]
-    for name, seed, whole in (("step-0000000001", 1, True), (BEST, 1, True), ("step-0000000005", 5, False)):
-        checkpoint.save(tmp_path / "old" / name, tensors(seed), {"steps": seed}, {})
-        files, at = sorted((tmp_path / "old" / name).iterdir()), f"{name}/{seed:032x}"
-        for path in files:
-            if path.name != MANIFEST:
-                client.upload_file(str(path), store.bucket, f"{root}/{at}/{path.name}")
-        manifest = {"at": at, "files": {path.name: sha256(path) for path in files if path.name != MANIFEST}}
-        if whole:
-            body = json.dumps(manifest).encode()
-            client.put_object(Bucket=store.bucket, Key=f"{root}/{name}/{MANIFEST}", Body=body)
-    before = folder.names()
-    reader = StoredCheckpoints(tmp_path / "reader", folder)
-    assert reader.names() == ["step-0000000001", BEST]
-    assert [seed_of(reader.fetch(name)) for name in reader.names()] == [1, 1]
-    assert reader.describe("step-0000000001")["step"] == 1
-    assert folder.names() == before
-
-    CheckpointIndex(folder, "a").claim()
-    kept = StoredCheckpoints(tmp_path / "new", folder, "a")
-    assert kept.find_latest(pytest.fail) == "step-0000000001"
-    save(kept, "step-0000000002", 2)
-    save(kept, BEST, 2)
-    kept.prune(1, "step-0000000002")
-    assert [seed_of(reader.fetch(name)) for name in reader.names()] == [2, 2]
-    kept.find_latest(pytest.fail)
-    assert not set(folder.names()) & set(before)
 
 
 def test_a_training_that_has_claimed_nothing_gets_nothing(store: Store, address: str, tmp_path: Path) -> None:

@@ -1,0 +1,343 @@
+"""Looks at a table or a source and writes a complete config for it."""
+
+import datetime
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import duckdb
+
+from pipeline.config import load
+from pipeline.config.draft import Draft, load_draft
+from pipeline.config.files import ROOT
+from pipeline.config.run import EXECUTION_KEYS
+from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
+from pipeline.errors import ConfigError, DataError
+from pipeline.extraction.formats.text import FILE
+from pipeline.extraction.opening import SourceContext, duckdb_limits, open_raw_rows, open_source_rows
+from pipeline.extraction.samples import guess_unit, plain_name
+from pipeline.extraction.sources import ROW, key_family
+from pipeline.jobs.console import Console, step
+from pipeline.suggestion.choose import Suggestion, suggest
+from pipeline.suggestion.facts import TableFacts, find_row_key, observe
+from pipeline.suggestion.shape import Shape
+from pipeline.suggestion.splits import ChosenSplit, choose_split
+from pipeline.suggestion.write import render_config
+from pipeline.training.config import SPANS
+from pipeline.transforms.schema import unknown_column
+from storage.artifacts import write_text
+from storage.names import NAME
+from storage.query import column_types, connect, quote
+from storage.reader import DAY
+from storage.scratch import ScratchFolder
+from storage.warehouse import Warehouse
+
+ONE_DAY = "2000-01-01"
+"""Day of all rows of `path` if no column gives one."""
+FEW_BAD = 0.01
+"""Share of labels other than 0 and 1 that is left to the quarantine."""
+MACHINE_KEYS = EXECUTION_KEYS["training"] | {
+    "world_size",
+    "hosts",
+    "network_bytes_per_second",
+    "sharding",
+    "partitioner",
+    "table_memory",
+    "memory_per_rank_bytes",
+}
+"""Keys of `training` that fit a machine rather than the rows."""
+SETTINGS = ("model", "training")
+"""Sections whose values are suggested."""
+POSITIVE = ("1", "1.0", "true", "t", "yes", "y", "positive", "pos", "click", "clicked")
+"""Values of a label that count as 1 if the other value is not one of them."""
+
+
+@dataclass(frozen=True)
+class DraftJob:
+    """What a suggestion starts from."""
+
+    draft: Draft
+    console: Console
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Dotted keys that the command names. The draft has their values."""
+
+    @cached_property
+    def warehouse(self) -> Warehouse:
+        """The warehouse of the draft."""
+        return Warehouse(self.draft.tables, self.draft.home_path / "warehouse")
+
+
+def given_source(draft: Draft, path: str | None, label: str | None, day_column: str | None) -> Draft:
+    """Puts a source and a label that the command names over those of the draft.
+
+    Raises:
+        ConfigError: If neither the draft nor the parameters name a source.
+    """
+    changes: dict[str, Any] = {}
+    if path is not None:
+        kept = draft.source.model_dump(mode="json", exclude_defaults=True) if draft.source is not None else {}
+        kept = {key: value for key, value in kept.items() if key in ("format", "date_format", "rename", "positive")}
+        changes |= {"source": {**kept, "path": path, "day": None if day_column else ONE_DAY}, "split": None}
+    elif draft.source is None:
+        raise ConfigError("suggest", "a config with a source, or path=FILES", "neither", "Name one of them.")
+    else:
+        changes["source"] = draft.source.model_dump(mode="json")
+    if day_column is not None:
+        changes["source"] |= {"day": None, "day_column": day_column}
+    if label is not None:
+        changes["features"] = draft.features.model_dump() | {"label": label}
+    return load_draft(draft.model_dump(mode="json") | changes)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was seen, and the split that fits it."""
+
+    observed: TableFacts
+    split: ChosenSplit
+    source: str
+    """What was looked at, in words."""
+    notes: tuple[str, ...] = ()
+    """What a person should know about the rows."""
+
+    def with_note(self, note: str) -> "Look":
+        """Returns the same with another note."""
+        return replace(self, notes=(*self.notes, note))
+
+
+def look(job: DraftJob, files: bool) -> Look:
+    """Looks at the table, or at the source where there is no such table.
+
+    Args:
+        files: Looks at the source even if there is a table.
+    """
+    draft, warehouse, label = job.draft, job.warehouse, job.draft.features.label
+    with ExitStack() as stack:
+        if warehouse.has_table(draft.name) and not files:
+            snapshot = warehouse.current(draft.name)
+            spill = stack.enter_context(ScratchFolder("suggest-", warehouse.home / "tmp"))
+            connection = stack.enter_context(connect([], Path(spill), **duckdb_limits(None)))
+            days = warehouse.day_rows(snapshot)
+            reader = warehouse.reader(snapshot, warehouse.schema(snapshot).names)
+            types = types_of(connection, reader.empty())
+            rows = stored_rows(connection, reader, days)
+            return _look(draft, connection, rows, types, days, f"table {draft.name}")
+        opened = stack.enter_context(open_source_rows(make_context(job)))
+        if opened.join is not None:
+            opened.join.attribute(opened.view, f"{DAY} IS NOT NULL")
+        connection, good = opened.connection, opened.create_good_view("true")
+        counted = f"SELECT __reason, count(*) FROM {opened.view} WHERE __reason IS NOT NULL GROUP BY 1 ORDER BY 2 DESC"
+        refused = connection.sql(counted).fetchall()
+        days = rows_of(connection, good)
+        if not days:
+            got = ", ".join(f"{reason} in {count:,} rows" for reason, count in refused) or "no rows"
+            raise DataError(f"label '{label}'", "rows with 0 or 1", got, "Correct the files, or set source.positive.")
+        notes = tuple(f"{count:,} rows are left out: {reason}" for reason, count in refused)
+        types = column_types(connection, good)
+        return _look(draft, connection, lambda names: quote(good), types, days, "files of the source", notes)
+
+
+def _look(
+    draft: Draft,
+    connection: duckdb.DuckDBPyConnection,
+    rows: Rows,
+    types: Mapping[str, str],
+    days: Mapping[datetime.date, int],
+    source: str,
+    notes: tuple[str, ...] = (),
+) -> Look:
+    label = draft.features.label
+    if label not in types:
+        raise unknown_column("features.label", label, list(types))
+    observed = observe(connection, rows, types, days, label)
+    if not 0 < observed.positives < observed.rows:
+        raise ConfigError(
+            f"label '{label}'", "rows with 0 and rows with 1", "a constant", "Name another: label=COLUMN."
+        )
+    apart = [label, *([draft.features.weight] if draft.features.weight else [])]
+    split = choose_split(observed, draft.split, lambda: find_row_key(connection, rows, observed, apart))
+    return Look(observed, split, source, notes)
+
+
+def make_context(job: DraftJob) -> SourceContext:
+    """Returns the draft's source with all that reading it needs."""
+    assert job.draft.source is not None  # given_source refuses a draft without one
+    logs = job.draft.home_path / "logs"
+    return SourceContext(job.draft.source, job.draft.features, job.warehouse, job.draft.name, ROOT, logs)
+
+
+def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
+    """Adds what the files need to be read: plain names of columns, the label's positive value, the unit of the day.
+
+    Returns:
+        The draft with these keys, and a sentence for each.
+    Raises:
+        ConfigError: If the label has two values and none is known to mean yes.
+    """
+    draft, source, label = job.draft, job.draft.source, job.draft.features.label
+    assert source is not None
+    keys: dict[str, Any] = {}
+    notes: list[str] = []
+    with open_raw_rows(make_context(job)) as raw:
+        types = column_types(raw.connection, raw.view)
+        names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
+        odd = {name: plain_name(name) for name in names if not NAME.fullmatch(name)}
+        odd = {name: new for name, new in odd.items() if new not in names}
+        if odd:
+            keys["rename"] = {**source.rename, **odd}
+            listed = ", ".join(f"'{name}' to {new}" for name, new in odd.items())
+            notes.append(f"source.rename gives columns names that a table takes: {listed}")
+        day = source.day_column
+        if day in types and source.day_unit is None and key_family(types[day]) == "integers":
+            query = f"SELECT max(abs({quote(day)})) FROM {quote(raw.view)}"
+            keys["day_unit"] = guess_unit(float(raw.connection.sql(query).fetchall()[0][0] or 0))
+            notes.append(f"source.day_unit: '{day}' holds {keys['day_unit']} since 1970")
+        if source.outcomes is None and source.positive is None and label in types:
+            column = quote(label)
+            values = f"SELECT CAST({column} AS VARCHAR), count(*) FROM {quote(raw.view)} WHERE {column} IS NOT NULL"
+            found = dict(raw.connection.sql(f"{values} GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 20").fetchall())
+            other = sum(rows for value, rows in found.items() if _number(value) not in (0.0, 1.0))
+            if not {0.0, 1.0} <= {_number(value) for value in found} or other > FEW_BAD * sum(found.values()):
+                keys["positive"] = _find_positive(label, found)
+                notes.append(
+                    f"source.positive: '{keys['positive']}' counts as 1, "
+                    + " and ".join(f"'{value}'" for value in found if value != keys["positive"]) + " as 0"
+                )  # fmt: skip
+    if not keys:
+        return job, notes
+    label = keys.get("rename", {}).get(label, label)
+    if day in keys.get("rename", {}):
+        keys["day_column"] = keys["rename"][day]
+    changed = draft.model_dump(mode="json") | {"source": source.model_dump(mode="json") | keys}
+    changed["features"] = {**changed["features"], "label": label}
+    return replace(job, draft=load_draft(changed)), notes
+
+
+def _find_positive(label: str, counts: Mapping[str, int]) -> str:
+    """Returns the one of a label's two values that means yes."""
+    known = [value for value in counts if value.strip().casefold() in POSITIVE]
+    if len(counts) == 2 and len(known) == 1:
+        return known[0]
+    listed = ", ".join(f"'{value}' in {rows:,} rows" for value, rows in list(counts.items())[:5])
+    more = " and others" if len(counts) > 5 else ""
+    rare = min(counts, key=lambda value: counts[value])
+    raise ConfigError(
+        f"label '{label}'", "0 and 1", f"{listed}{more}",
+        f"Name the value that counts as 1: source.positive={json.dumps(rare)}; all others count as 0.",
+    )  # fmt: skip
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float({"true": "1", "false": "0"}.get(text, text))
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A suggested config in its file."""
+
+    job: DraftJob
+    """With what the files need to be read."""
+    seen: Look
+    suggestion: Suggestion
+    path: Path
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the result of the command."""
+        return {
+            "status": "ok",
+            "config_path": str(self.path),
+            "looked_at": self.seen.source,
+            "rows": self.seen.observed.rows,
+            "days": len(self.seen.observed.days),
+            **{use: len(self.suggestion.of(use)) for use in ("dense", "sparse", "ignored")},
+            "split": self.suggestion.split.config,
+            "notes": list(self.seen.notes),
+            "columns": [
+                {
+                    "column": choice.fact.name,
+                    "use": choice.use,
+                    "why": choice.why,
+                    "transforms": list(choice.transforms),
+                    "distinct": choice.fact.distinct,
+                    "coverage": round(choice.fact.coverage, 4),
+                }
+                for choice in self.suggestion.choices
+            ],
+        }
+
+
+@step("suggest")
+def write_suggestion(job: DraftJob, files: bool) -> Written:
+    """Rows -> a config. Safe to repeat: it replaces its file.
+
+    Args:
+        files: Looks at the source even if there is a table.
+    """
+    notes: list[str] = []
+    if files or not job.warehouse.has_table(job.draft.name):
+        job, notes = adapt_source(job)
+    seen = look(job, files)
+    written = write(job, replace(seen, notes=(*notes, *seen.notes)))
+    logger, suggestion = job.console.log, written.suggestion
+    for note in written.seen.notes:
+        logger.info("%s", note)
+    for choice in suggestion.of("ignored"):
+        logger.info("left out: %s: %s", choice.fact.name, choice.why)
+    logger.info("split: %s", suggestion.split.why)
+    counts = [len(suggestion.of(use)) for use in ("dense", "sparse", "ignored")]
+    logger.info("%s dense, %s sparse, %s left out: %s", *counts, written.path)
+    return written
+
+
+def write(job: DraftJob, seen: Look, tuned: Mapping[str, Mapping[str, Any]] = MappingProxyType({})) -> Written:
+    """Writes the suggested config as a file below `home` that every flow takes.
+
+    Args:
+        tuned: Section -> keys that win over those of the command and the suggested ones.
+    """
+    draft, label, weight = job.draft, job.draft.features.label, job.draft.features.weight
+    apart: dict[str, str] = {}
+    if draft.evaluation.true_probability:
+        apart[draft.evaluation.true_probability] = "the true probability (evaluation.true_probability)"
+    if weight:
+        apart[weight] = "the rows' weight"
+    if draft.source is not None and draft.source.day_column and seen.split.by_time:
+        apart[draft.source.day_column] = f"gives the column {DAY}"
+    suggestion = suggest(seen.observed, label, seen.split, apart)
+    suggestion = replace(suggestion, shape=_choose_settings(job, suggestion.shape, tuned))
+    rows, days = seen.observed.rows, len(seen.observed.days)
+    text = render_config(suggestion, draft.sections(), rows, days, seen.source, weight, seen.notes)
+    path = draft.home_path / "suggested" / f"{draft.name}.yaml"
+    write_text(path, text, 0o600)  # the catalog's properties may hold a password
+    load(path)
+    return Written(job, seen, suggestion, path)
+
+
+def _choose_settings(job: DraftJob, shape: Shape, tuned: Mapping[str, Mapping[str, Any]]) -> Shape:
+    """Puts over the suggested settings how ranks run, what the command names, and what was tuned.
+
+    Others of the config were chosen for other features, so they give way.
+    """
+    every = job.draft.model_dump(mode="json")
+    model, training = ({key: every[of][key] for key in every[of] if f"{of}.{key}" in named(job)} for of in SETTINGS)
+    chosen = job.draft.sections().get("training", {})
+    training = {key: value for key, value in chosen.items() if key in MACHINE_KEYS} | training
+    suggested = {key: value for key, value in shape.training.items() if SPANS.get(key) not in training}
+    return replace(
+        shape,
+        model={**shape.model, **model, **tuned.get("model", {})},
+        training={**suggested, **training, **tuned.get("training", {})},
+    )
+
+
+def named(job: DraftJob) -> set[str]:
+    """Returns section.key of all that the command names."""
+    return {".".join(key.split(".")[:2]) for key in job.overrides}
