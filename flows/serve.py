@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from flows.runtime.cli import describe_error, parse
 from flows.runtime.environment import quiet_libraries
 from flows.runtime.front import run_main
-from flows.runtime.private import remember
+from flows.runtime.redaction import remember
 from pipeline.config import load
 from pipeline.config.complaints import explain
 from pipeline.config.files import home_path

@@ -66,8 +66,7 @@ def main(words: Sequence[str]) -> int:
         return 1
     except OSError as error:
         remedy = "Name another home: make ui HOME_FOLDER=PATH."
-        where = f"home '{home}'"
-        print(f"error: {where}: expected files that can be written, got '{error.strerror}'. {remedy}", file=sys.stderr)
+        print(f"error: cannot write to home '{home}': {error.strerror}. {remedy}", file=sys.stderr)
         return 1
     finally:
         stop(servers)
@@ -128,7 +127,7 @@ def free_port(name: str, port: int) -> None:
             probe.bind((HOST, port))
         except OSError:
             remedy = f"Stop it, or choose another: make ui {name.upper()}_PORT={port + 1}."
-            raise ConfigError(f"port {port} for {name}", "a free port", "one in use", remedy) from None
+            raise ConfigError.of(f"port {port} for {name} is in use", remedy) from None
 
 
 def start(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -158,7 +157,7 @@ def wait_for(server: subprocess.Popen[bytes], address: str, log: Path) -> None:
         with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(address, timeout=2):
             return
         time.sleep(0.2)
-    raise ConfigError(f"server at {address}", "an answer", "none", f"See {log}.")
+    raise ConfigError.of(f"the server at {address} does not answer", f"See {log}.")
 
 
 def stop(servers: list[subprocess.Popen[bytes]]) -> None:

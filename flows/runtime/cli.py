@@ -28,9 +28,9 @@ from pydantic import TypeAdapter, ValidationError
 from flows.runtime.access import authenticated, find_own_server, server_address
 from flows.runtime.dlrm import parameters_of
 from flows.runtime.environment import make_private
+from flows.runtime.placeholders import complete, note_path
 from flows.runtime.plain import is_plain
-from flows.runtime.private import hide, remember
-from flows.runtime.remedies import complete, note_path
+from flows.runtime.redaction import hide, remember
 from flows.runtime.server import Process, TemporaryServer
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
@@ -196,10 +196,8 @@ def _prefect_folder(config: RunConfig | Draft) -> Path:
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ConfigError(
-            f"home '{home_path(config.home)}'", "a folder that can be written to", f"'{error.strerror}'",
-            "Set DLRM_HOME to another one.",
-        ) from None  # fmt: skip
+        problem = f"cannot write to home '{home_path(config.home)}': {error.strerror}"
+        raise ConfigError.of(problem, "Set DLRM_HOME to another folder.") from None
     return folder
 
 
@@ -268,7 +266,7 @@ def sentence(error: BaseException) -> str:
         return _describe_full_disk(error)
     if isinstance(error, PermissionError) and error.filename is not None:
         remedy = "Let its owner give it to you, or set DLRM_HOME to a folder of your own."
-        return f"'{error.filename}': expected permission to use it, got none. {remedy}"
+        return f"no permission to use '{error.filename}'. {remedy}"
     line, *others = [text.strip(" -") for text in str(error).splitlines() if text.strip()] or ["no message"]
     line += f" {'; '.join(others)}" if line.endswith(":") else ""
     return f"{type(error).__name__}: {line} (--debug shows more)"
@@ -281,7 +279,7 @@ def _describe_full_disk(error: OSError) -> str:
     folder = min(folders, key=lambda path: shutil.disk_usage(path).free)
     free, total = (getattr(shutil.disk_usage(folder), name) / 2**20 for name in ("free", "total"))
     remedy = "Free some, for which flows.clean lists what can go, or set DLRM_HOME or TMPDIR to another disk."
-    return f"disk of '{folder}': expected free space, got {free:,.0f} MiB of {total:,.0f}. {remedy}"
+    return f"the disk of '{folder}' is full: {free:,.0f} MiB of {total:,.0f} are free. {remedy}"
 
 
 def hide_tracebacks() -> None:

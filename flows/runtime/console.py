@@ -36,7 +36,7 @@ from prefect.utilities.hashing import file_hash
 
 from flows.runtime.dlrm import commands
 from flows.runtime.ending import interruptible, reporting, resume_interrupt
-from flows.runtime.private import hide, hiding, mask
+from flows.runtime.redaction import hide, hiding, mask
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft
 from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progress, Step

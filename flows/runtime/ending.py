@@ -18,7 +18,7 @@ from prefect.exceptions import CancelledRun
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled, Completed
 
-from flows.runtime.remedies import complete, complete_error
+from flows.runtime.placeholders import complete, complete_error
 from pipeline.errors import ContractError
 from pipeline.jobs.outcome import describe_outcome
 

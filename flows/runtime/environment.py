@@ -30,7 +30,7 @@ ENVIRONMENT = {
 }
 """No telemetry, no pickles, patience with a starting server, impatience with an absent MLflow, plots without screen.
 Pydantic looks for plugins among all installed packages, 0.2 s in each process."""
-NOISY = ("alembic", "httpx", "matplotlib", "pyiceberg", "torch.fx._symbolic_trace", "urllib3")
+NOISY = ("alembic", "apprise", "httpx", "matplotlib", "pyiceberg", "torch.fx._symbolic_trace", "urllib3")
 """Loggers with lines that say nothing to the user."""
 
 

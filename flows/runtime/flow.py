@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import Any
 
 from flows.runtime.environment import quiet_libraries
-from flows.runtime.private import hide, hide_in_logs, remember
-from flows.runtime.remedies import complete, complete_logs, given_path, note_path
+from flows.runtime.placeholders import complete, complete_logs, given_path, note_path
+from flows.runtime.redaction import hide, hide_in_logs, remember
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path
@@ -103,7 +103,7 @@ def notify_failure(name: str, given: Mapping[str, Any], error: Exception) -> Non
         if isinstance(config, RunConfig | Draft):  # of a command, which has read the file
             shown = given_path(config.name)
         text = str(error) if isinstance(error, ContractError) else one_line(error)
-        Notifier(home, logging.getLogger("dlrm").warning).tell([describe_failure(name, shown, complete(hide(text)))])
+        Notifier(home, logging.getLogger("dlrm").warning).send([describe_failure(name, shown, complete(hide(text)))])
 
 
 def notify_result(name: str, given: Mapping[str, Any], result: Any) -> None:
@@ -121,9 +121,9 @@ def notify_result(name: str, given: Mapping[str, Any], result: Any) -> None:
         messages = [*list_messages(name, config.name, result, (gate.calibration_low, gate.calibration_high))]
         if name in ("ingest", "train", "end-to-end", "recurring", "score"):  # every night, one of them runs
             messages += filter(None, [find_stale(Workspace(config), settings.stale_days)])
-        Notifier(config.home_path, warn).tell([one.model_copy(update={"text": complete(one.text)}) for one in messages])
+        Notifier(config.home_path, warn).send([one.model_copy(update={"text": complete(one.text)}) for one in messages])
     except Exception as error:  # the run has its own result
-        warn("nobody was told: %s", hide(one_line(error)))
+        warn("no message was sent: %s", hide(one_line(error)))
 
 
 def is_deployed() -> bool:

@@ -1,61 +1,44 @@
-"""Tells people what needs one of them: a failure, a held day, a rejected model, a stale or badly calibrated champion.
+"""Notifications of what needs a person: a failure, a held day, a rejected model, a stale or badly calibrated champion.
 
 Settings are in `home/notify.yaml`, not in configs: they hold for all configs of a home, also for one that a deployed
-run cannot read, and are part of no training's identity. The process of the run tells it, so that it works with and
-without a Prefect server. Addresses with secrets come from the environment.
+run cannot read, and are part of no training's identity. The process of the run sends, with or without a Prefect server.
 """
 
 import datetime
 import hashlib
 import json
 import os
-import smtplib
-import socket
 import subprocess
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from email.message import EmailMessage
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from pipeline.config.files import read_yaml
 from pipeline.errors import ConfigError
 from pipeline.jobs.workspace import Workspace
 from storage.artifacts import write_json
 
-FILE, TOLD = "notify.yaml", "notified.json"
-"""Files of a home: the settings, and which causes were told when."""
-SECONDS = 20.0
-"""Longest wait for a receiver."""
+FILE, SENT = "notify.yaml", "notified.json"
+"""Files of a home: the settings, and when the message about each cause was sent."""
+COMMAND_SECONDS = 20.0
+"""Longest run of a command that takes a message."""
 KEPT = datetime.timedelta(days=90)
-"""How long it is remembered that a cause was told."""
+"""How long it is remembered that a message was sent."""
 Kind = Literal["failure", "held", "rejection", "stale", "calibration"]
 KINDS: tuple[Kind, ...] = ("failure", "held", "rejection", "stale", "calibration")
-AGAIN: Mapping[Kind, datetime.timedelta] = {kind: datetime.timedelta(hours=20) for kind in ("failure", "stale")}
-"""When a cause that lasts is told again. Others are told once."""
-
-
-class Mail(BaseModel, frozen=True, extra="forbid"):
-    """A mail server and the addresses."""
-
-    to: tuple[str, ...]
-    sender: str
-    host: str = "127.0.0.1"
-    port: PositiveInt = 25
-    tls: bool = False
-    user: str | None = None
-    password_variable: str = "DLRM_MAIL_PASSWORD"
+REPEAT_AFTER: Mapping[Kind, datetime.timedelta] = {kind: datetime.timedelta(hours=20) for kind in ("failure", "stale")}
+"""How long to wait before repeating a message about an ongoing cause. Other messages are never repeated."""
 
 
 class NotifyConfig(BaseModel, frozen=True, extra="forbid"):
-    """Where to tell, and of what."""
+    """Where to send messages, and which."""
 
-    webhook_variable: str | None = None
-    """Environment variable with the address of a Slack-compatible webhook."""
-    mail: Mail | None = None
+    addresses: tuple[str, ...] = ()
+    """Addresses of Apprise, such as `mailto://...`. `$NAME` is a variable of the environment, as for secrets."""
     command: tuple[str, ...] | None = None
     """Program and arguments. It gets the message on standard input and the subject as DLRM_SUBJECT."""
     on: tuple[Kind, ...] = KINDS
@@ -64,7 +47,7 @@ class NotifyConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class Message(BaseModel, frozen=True):
-    """A message to people."""
+    """A notification."""
 
     kind: Kind
     cause: str
@@ -182,7 +165,7 @@ def describe_stale(
 
 
 class Notifier:
-    """Sends messages, each cause once. It never raises: what it tells of has its own result.
+    """Sends messages, each cause once. It never raises: the run that sends them has its own result.
 
     Args:
         home: Of the command.
@@ -192,33 +175,31 @@ class Notifier:
     def __init__(self, home: Path, warn: Callable[[str], object]) -> None:
         self.home, self.warn = home, warn
 
-    def tell(self, messages: Sequence[Message]) -> int:
+    def send(self, messages: Sequence[Message]) -> int:
         """Sends the messages that are wanted and new. Returns their number."""
         try:
             settings = read_settings(self.home)
-            return 0 if settings is None else sum(self._tell(settings, one) for one in messages)
+            return 0 if settings is None else sum(self._send(settings, one) for one in messages)
         except Exception as error:
-            self.warn(f"nobody was told: {type(error).__name__}: {error}")
+            self.warn(f"no message was sent: {type(error).__name__}: {error}")
             return 0
 
-    def _tell(self, settings: NotifyConfig, message: Message) -> bool:
+    def _send(self, settings: NotifyConfig, message: Message) -> bool:
         now = datetime.datetime.now(datetime.UTC)
-        told = self._read_told(now)
+        times = self._read_times(now)
         key = hashlib.sha256(f"{message.kind} {message.cause}".encode()).hexdigest()[:16]
-        before = told.get(key)
-        again = AGAIN.get(message.kind)
-        if message.kind not in settings.on or (before is not None and (again is None or now - before < again)):
+        wait = REPEAT_AFTER.get(message.kind)
+        if message.kind not in settings.on or (key in times and (wait is None or now - times[key] < wait)):
             return False
         sent = [self._attempt(name, send, message) for name, send in list_receivers(settings)]
         if any(sent):
-            times = {one: time.isoformat() for one, time in (told | {key: now}).items()}
-            write_json(self.home / TOLD, times)
+            write_json(self.home / SENT, {one: time.isoformat() for one, time in (times | {key: now}).items()})
         return any(sent)
 
-    def _read_told(self, now: datetime.datetime) -> dict[str, datetime.datetime]:
+    def _read_times(self, now: datetime.datetime) -> dict[str, datetime.datetime]:
         found: dict[str, datetime.datetime] = {}
-        with suppress(OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: tell it again
-            noted = json.loads((self.home / TOLD).read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged: it is sent again
+            noted = json.loads((self.home / SENT).read_text(encoding="utf-8"))
             found = {key: datetime.datetime.fromisoformat(time) for key, time in noted.items()}
         return {key: time for key, time in found.items() if now - time < KEPT}
 
@@ -232,37 +213,25 @@ class Notifier:
 
 
 def list_receivers(settings: NotifyConfig) -> list[tuple[str, Callable[[Message], object]]]:
-    """Returns a name and a function for each place to tell."""
-    found: list[tuple[str, Callable[[Message], object]]] = []
-    if settings.webhook_variable is not None:
-        variable = settings.webhook_variable
-        found.append((f"the webhook in {variable}", lambda message: _post(os.environ[variable], message)))
-    if (mail := settings.mail) is not None:
-        found.append((f"the mail server {mail.host}", lambda message: _mail(mail, message)))
+    """Returns a name without secrets and a function for each place to send to."""
+    found = [(one.partition(":")[0], partial(_send_to_address, one)) for one in settings.addresses]
     if (command := settings.command) is not None:
-        found.append((f"the command {command[0]}", lambda message: _run(command, message)))
+        found.append((f"the command {command[0]}", partial(_run, command)))
     return found
 
 
-def _post(address: str, message: Message) -> None:
-    body = json.dumps({"text": f"*{message.subject}*\n{message.text}"}).encode()
-    request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=SECONDS):
-        pass
+def _send_to_address(address: str, message: Message) -> None:
+    from apprise import Apprise, NotifyFormat  # takes half a second
 
-
-def _mail(mail: Mail, message: Message) -> None:
-    letter = EmailMessage()
-    letter["Subject"], letter["From"], letter["To"] = message.subject, mail.sender, ", ".join(mail.to)
-    letter.set_content(f"{message.text}\n\n{socket.gethostname()}")
-    with smtplib.SMTP(mail.host, mail.port, timeout=SECONDS) as server:
-        if mail.tls:
-            server.starttls()
-        if mail.user is not None:
-            server.login(mail.user, os.environ[mail.password_variable])
-        server.send_message(letter)
+    receiver = Apprise()
+    if not receiver.add(os.path.expandvars(address)):
+        raise ValueError("not an address of Apprise")
+    if not receiver.notify(message.text, message.subject, body_format=NotifyFormat.TEXT):
+        raise ConnectionError("the message was not taken")
 
 
 def _run(command: Sequence[str], message: Message) -> None:
     text, environment = f"{message.subject}\n\n{message.text}\n", os.environ | {"DLRM_SUBJECT": message.subject}
-    subprocess.run(command, input=text, text=True, timeout=SECONDS, check=True, env=environment, capture_output=True)
+    subprocess.run(
+        command, input=text, text=True, timeout=COMMAND_SECONDS, check=True, env=environment, capture_output=True
+    )

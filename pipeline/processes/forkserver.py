@@ -37,8 +37,6 @@ MOST_SERVERS = 4
 
 Key = tuple[Path, tuple[tuple[str, str], ...]]
 """Working directory and variables that are read at load: processes that differ in them have other servers."""
-Codes = dict[str, CodeType | None]
-"""Module -> its code as it was imported."""
 
 
 class ForkedProcess:
@@ -117,17 +115,16 @@ class ForkServer:
     def fork(self, request: Mapping[str, Any], log: int, given: Mapping[str, int]) -> ForkedProcess:
         """Forks a process. See `start_process`."""
         status, theirs = os.pipe()
-        text = os.memfd_create("dlrm-request")  # an environment may be larger than a message
         try:
-            with os.fdopen(os.dup(text), "w") as file:
-                json.dump({**request, "given": list(given)}, file)
-            socket.send_fds(self.connection, [b"fork"], [text, theirs, log, *given.values()])
+            with open(os.memfd_create("dlrm-request"), "w") as text:  # an environment may be larger than a message
+                json.dump({**request, "given": list(given)}, text)
+                text.flush()
+                socket.send_fds(self.connection, [b"fork"], [text.fileno(), theirs, log, *given.values()])
             pid = parse_answer(self.connection.recv(1 << 12))
         except BaseException:
             os.close(status)
             raise
         finally:
-            os.close(text)
             os.close(theirs)
         process = ForkedProcess(pid, status)
         self.running.append(process)
@@ -147,26 +144,17 @@ class ForkServer:
 
 
 def parse_answer(answer: bytes) -> int:
-    """Returns the process id in a server's answer.
+    """Returns the process id in a server's answer, which is a number.
 
     Raises:
-        ConnectionResetError: If the server has ended, or sends something else.
-        OSError: If it could not fork.
+        ConnectionResetError: If the answer is empty, since the server has ended.
+        OSError: If it is below 0: the server could not fork.
     """
-    match _parse(answer):
-        case {"pid": int(pid)}:
-            return pid
-        case {"errno": int(number)} if number in errno.errorcode:
-            raise OSError(number, os.strerror(number))
-    raise ConnectionResetError("the fork server ended")
-
-
-def _parse(text: bytes) -> Any:
-    """Returns the value of a JSON text, or None if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    if not answer:
+        raise ConnectionResetError("the fork server ended")
+    if int(answer) < 0:
+        raise OSError(-int(answer), os.strerror(-int(answer)))
+    return int(answer)
 
 
 _servers: list[ForkServer] = []
@@ -257,16 +245,13 @@ def _forget(server: ForkServer) -> None:
     server.stop()
 
 
-def serve(connection: socket.socket, modules: Sequence[str]) -> tuple[dict[str, Any], Codes] | None:
-    """Forks on request until the other side is gone. Returns in each fork what it was asked to do.
-
-    Also returns the code of each module that is imported.
-    """
-    code: Codes = {}
+def serve(connection: socket.socket, modules: Sequence[str]) -> dict[str, Any] | None:
+    """Forks on request until the other side is gone. Returns in each fork what it was asked to do."""
+    codes: dict[str, CodeType | None] = {}
     with loading():
         for name in modules:
             with suppress(Exception):  # the fork imports it again, and its log shows what is wrong
-                code[name], module = _import(name)
+                codes[name], module = _import(name)
                 getattr(module, "preload", lambda: None)()
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -274,56 +259,34 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> tuple[dict[str, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the forks; this ends with its parent
     statuses: dict[int, int] = {}
     server = os.getpid()
-    sources: list[Any] = [connection, woken]
     while True:
-        readable = select.select(sources, [], [])[0]
+        readable = select.select([connection.fileno(), woken], [], [])[0]
         if woken in readable:
             os.read(woken, 1 << 12)
             _report_ended(statuses)
-        if connection in readable:
+        if connection.fileno() in readable:
             message, descriptors, _, _ = socket.recv_fds(connection, 16, 16)
             if not message:
                 return None
-            work = read_request(descriptors)
-            if work is None:
-                connection.send(json.dumps({"errno": errno.EINVAL}).encode())
-                continue
-            status, *kept = descriptors[1:]
+            text, status, *kept = descriptors
+            with open(text, encoding="utf-8") as file:
+                file.seek(0)  # where the writer has left it
+                work: dict[str, Any] = json.load(file)
             try:
                 pid = os.fork()
             except OSError as error:
-                connection.send(json.dumps({"errno": error.errno}).encode())
+                connection.send(b"%d" % -(error.errno or errno.EAGAIN))
                 _close([status, *kept])
                 continue
             if pid:
                 statuses[pid] = status
-                connection.send(json.dumps({"pid": pid}).encode())
+                connection.send(b"%d" % pid)
                 _close(kept)
                 continue
             die_with_parent(server)
             _close([woken, wake, status, *statuses.values()])
             connection.close()
-            return work | {"descriptors": kept}, code
-
-
-def read_request(descriptors: Sequence[int]) -> dict[str, Any] | None:
-    """Returns what a fork is asked to do: the text in the first of the descriptors, which is closed.
-
-    The others are for the status, the log and what is given to the fork. Closes them, too, and returns None if they are
-    not as many as the text says, or it is no request.
-    """
-    work: Any = None
-    with suppress(OSError), open(descriptors[0] if descriptors else os.devnull, "rb", closefd=not descriptors) as file:
-        file.seek(0)
-        work = _parse(file.read())
-    _close(descriptors[:1])
-    match work:
-        case {"module": str(), "name": str(), "arguments": list(), "environment": dict(), "given": list() as given}:
-            texts = [*work["arguments"], *given, *work["environment"], *work["environment"].values()]
-            if len(given) + 3 == len(descriptors) and all(isinstance(text, str) for text in texts):
-                return cast(dict[str, Any], work)
-    _close(descriptors[1:])
-    return None
+            return work | {"descriptors": kept, "code": codes.get(work["module"])}
 
 
 def _import(name: str) -> tuple[CodeType | None, ModuleType]:
@@ -351,12 +314,8 @@ def _close(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def run(work: Mapping[str, Any], codes: Codes) -> None:
-    """Becomes the process that was asked for.
-
-    Args:
-        codes: Of the imported modules. That of another one is read from its file now.
-    """
+def run(work: Mapping[str, Any]) -> None:
+    """Becomes the process that was asked for. A module that the server has not imported is read from its file now."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -369,7 +328,7 @@ def run(work: Mapping[str, Any], codes: Codes) -> None:
     os.environ.update(work["environment"] | numbers)
     set_process_name(work["name"])
     sys.argv[1:] = work["arguments"]
-    code = codes.get(work["module"])
+    code = work["code"]
     if code is None:
         runpy.run_module(work["module"], run_name="__main__", alter_sys=True)
     else:
@@ -407,7 +366,7 @@ def main(connection: int, alive: int, modules: Sequence[str]) -> None:
         return
     os.close(alive)
     try:
-        run(*work)
+        run(work)
         codes.append(0)
     except SystemExit as left:
         codes.append(left.code if isinstance(left.code, int) else int(left.code is not None))

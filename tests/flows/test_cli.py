@@ -161,13 +161,12 @@ def test_a_full_disk_and_a_missing_permission_are_named_with_a_remedy(
     monkeypatch.setattr(cli.shutil, "disk_usage", lambda path: space.get(Path(path), plenty))
     error = OSError(errno.ENOSPC, "Error writing bytes to file", str(tmp_path / "small" / "file"))
     assert sentence(error) == (
-        f"disk of '{tmp_path / 'small'}': expected free space, got 3 MiB of 5,000. Free some, for which flows.clean "
+        f"the disk of '{tmp_path / 'small'}' is full: 3 MiB of 5,000 are free. Free some, for which flows.clean "
         "lists what can go, or set DLRM_HOME or TMPDIR to another disk."
     )
-    assert "expected free space" in sentence(OSError("IOError: No space left on device"))
+    assert "is full" in sentence(OSError("IOError: No space left on device"))
     assert sentence(PermissionError(errno.EACCES, "Permission denied", "/home/a/locks")) == (
-        "'/home/a/locks': expected permission to use it, got none. Let its owner give it to you, or set DLRM_HOME to "
-        "a folder of your own."
+        "no permission to use '/home/a/locks'. Let its owner give it to you, or set DLRM_HOME to a folder of your own."
     )
 
 
@@ -258,8 +257,7 @@ def test_a_home_that_cannot_be_written_to_is_refused(
         code, result, _ = ended(Flow({"status": "ok"}), ["configs/smoke.yaml"], capsys)
     assert (code, result["error"]) == (
         1,
-        f"home '{tmp_path / home}': expected a folder that can be written to, got 'Not a directory'. "
-        "Set DLRM_HOME to another one.",
+        f"cannot write to home '{tmp_path / home}': Not a directory. Set DLRM_HOME to another folder.",
     )
 
 

@@ -137,7 +137,7 @@ def test_configs_are_valid(block: str, own_data: Path, tmp_path: Path) -> None:
     values = parse_yaml(block)
     if values.keys() & OTHER_YAML:
         return
-    if "webhook_variable" in values:
+    if "addresses" in values:
         NotifyConfig.model_validate(values)
         return
     assert values.keys() <= RunConfig.model_fields.keys()

@@ -187,7 +187,7 @@ def test_ui_refuses_a_port_in_use(tmp_path):
     assert done.returncode == 1
     assert (
         done.stderr
-        == f"error: port {port} for Prefect: expected a free port, got one in use. Stop it, or choose another: make ui PREFECT_PORT={port + 1}.\n"
+        == f"error: port {port} for Prefect is in use. Stop it, or choose another: make ui PREFECT_PORT={port + 1}.\n"
     )
 
 

@@ -35,7 +35,6 @@ INPUTS: Mapping[str, Input] = {
     "conversation": service.conversation,
     "event": launch.events,
     "error file": launch.error_file,
-    "fork": launch.forks,
     "run folder": folders.run_folder,
     "lines": folders.lines,
     "access": access.access,

@@ -1,6 +1,6 @@
-"""Damaged events of ranks, and requests to the server that forks processes.
+"""Damaged events and errors of ranks.
 
-Only our own processes hold these pipes and sockets, so a message may be damaged, but nobody attacks.
+Only our own processes hold these pipes, so a message may be damaged, but nobody attacks.
 """
 
 import json
@@ -13,18 +13,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
-from pipeline.errors import ContractError
 from pipeline.jobs.code_version import CodeVersion
 from pipeline.jobs.console import Progress
 from pipeline.jobs.recurring.backtest import read_day
 from pipeline.jobs.study.points import read_point
 from pipeline.jobs.training.events import EventReport
 from pipeline.jobs.training.sharding_plans import read_loss
-from pipeline.processes.forkserver import parse_answer, read_request
 from pipeline.registration.journal import Journal
 from pipeline.training.launch.processes import Event, Limits, RankGroup, read_error
 from tests.fuzz.harness import Case, require
-from tests.fuzz.messages import open_descriptors, require_closed
 from tests.fuzz.mutate import mutate_bytes, mutate_json
 
 TABLE = {
@@ -103,42 +100,5 @@ def error_file(folder: Path) -> Iterator[Case]:
     def case(random: Random) -> None:
         (folder / "error.json").write_bytes(mutate_json(random, ["DataError", "a", "b", "c", "D."]))
         str(read_error(folder / "error.json"))
-
-    yield case
-
-
-@contextmanager
-def forks(folder: Path) -> Iterator[Case]:
-    """Requests to the server that forks, and its answers."""
-    request = {
-        "module": "pipeline.jobs.training.rank", "name": "dlrm rank 0", "arguments": ["spec.json"],
-        "environment": {"RANK": "0", "HOME": "/root"}, "given": ["DLRM_EVENTS_FD"],
-    }  # fmt: skip
-
-    def case(random: Random) -> None:
-        if random.random() < 0.2:
-            answer = mutate_json(random, random.choice([{"pid": 7}, {"errno": 11}]))
-            try:
-                require(isinstance(parse_answer(answer), int), "a process")
-            except OSError:
-                raise ContractError("answer", "a process", "none", "Try again.") from None
-            return
-        before = open_descriptors()
-        text = os.memfd_create("fuzz", os.MFD_CLOEXEC)
-        os.write(text, mutate_json(random, request) if random.random() < 0.8 else json.dumps(request).encode())
-        given = [text, *(os.open("/dev/null", os.O_RDONLY) for _ in range(random.choice([3, 3, 3, 0, 1, 5])))]
-        if random.random() < 0.1:
-            given[0] = os.open(random.choice(["/", "/dev/null"]), os.O_RDONLY)
-            os.close(text)
-        work = read_request(given)
-        if work is None:
-            require_closed(before)
-            raise ContractError("request", "a whole one", "another", "Send it again.")
-        texts = [work["module"], work["name"], *work["arguments"], *work["given"]]
-        require(all(isinstance(one, str) for one in texts), "texts")
-        require(len(given) == 3 + len(work["given"]), "descriptors")
-        for descriptor in given[1:]:
-            os.close(descriptor)
-        require_closed(before)
 
     yield case

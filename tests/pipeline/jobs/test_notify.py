@@ -1,4 +1,4 @@
-"""People are told what needs one of them: once a cause, with the remedy, and never at the expense of the run."""
+"""Messages about what needs a person: once a cause, with the remedy, and never at the expense of the run."""
 
 import datetime
 import http.server
@@ -35,7 +35,7 @@ def write(home: Path, **settings: Any) -> None:
 
 def said_by(home: Path, *messages: Message) -> tuple[int, list[str]]:
     said: list[str] = []
-    return Notifier(home, said.append).tell(messages), said
+    return Notifier(home, said.append).send(messages), said
 
 
 def test_a_webhook_gets_each_cause_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,30 +51,28 @@ def test_a_webhook_gets_each_cause_once(tmp_path: Path, monkeypatch: pytest.Monk
             pass
 
     other = MESSAGE.model_copy(update={"cause": "another"})
-    write(tmp_path, webhook_variable="TEST_HOOK")
+    write(tmp_path, addresses=["$TEST_HOOK"])
     with listening(Hook, http.server.HTTPServer) as port:
-        monkeypatch.setenv("TEST_HOOK", f"http://127.0.0.1:{port}/secret")
+        monkeypatch.setenv("TEST_HOOK", f"json://127.0.0.1:{port}/secret")
         assert [said_by(tmp_path, one) for one in (MESSAGE, MESSAGE, other)] == [(1, []), (0, []), (1, [])]
-        monkeypatch.setattr(notify, "AGAIN", {"failure": datetime.timedelta(0)})
-        assert said_by(tmp_path, MESSAGE) == (1, []), "a failure that lasts is told again the next night"
-    assert [one["text"].splitlines()[0] for one in got] == ["*end-to-end configs/demo.yaml failed*"] * 3
-    assert "home: expected a folder, got none. Make one." in got[0]["text"]
-    assert "python -m flows.end_to_end configs/demo.yaml" in got[0]["text"]
+        monkeypatch.setattr(notify, "REPEAT_AFTER", {"failure": datetime.timedelta(0)})
+        assert said_by(tmp_path, MESSAGE) == (1, []), "a failure that lasts is sent again the next night"
+    assert [one["title"] for one in got] == ["end-to-end configs/demo.yaml failed"] * 3
+    assert "home: expected a folder, got none. Make one." in got[0]["message"]
+    assert "python -m flows.end_to_end configs/demo.yaml" in got[0]["message"]
 
 
 def test_a_receiver_that_is_away_breaks_nothing_and_its_secret_is_not_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(tmp_path, webhook_variable="TEST_HOOK")
-    monkeypatch.setenv("TEST_HOOK", "http://127.0.0.1:9/secret")
-    sent, [said] = said_by(tmp_path, MESSAGE)
-    assert sent == 0
-    assert said.startswith("the webhook in TEST_HOOK did not take the message 'end-to-end configs/demo.yaml failed': ")
-    assert "secret" not in said
+    write(tmp_path, addresses=["$TEST_HOOK", "json://127.0.0.1:9/secret"])
+    monkeypatch.setenv("TEST_HOOK", "json://127.0.0.1:9/secret")
+    said = "{} did not take the message 'end-to-end configs/demo.yaml failed': {}"
+    away = said.format("json", "ConnectionError")
+    assert said_by(tmp_path, MESSAGE) == (0, [said.format("$TEST_HOOK", "ConnectionError"), away])
     monkeypatch.delenv("TEST_HOOK")
-    assert said_by(tmp_path, MESSAGE)[1] == [
-        "the webhook in TEST_HOOK did not take the message 'end-to-end configs/demo.yaml failed': KeyError"
-    ]
+    assert said_by(tmp_path, MESSAGE) == (0, [said.format("$TEST_HOOK", "ValueError"), away])
+    assert "secret" not in caplog.text
 
 
 def test_a_command_gets_the_message(tmp_path: Path) -> None:
@@ -99,12 +97,12 @@ def test_a_mail_is_sent(tmp_path: Path) -> None:
                     taking = line.upper() == "DATA"
 
     with listening(Mailbox, socketserver.TCPServer) as port:
-        write(tmp_path, mail={"to": ["ops@example.org"], "sender": "dlrm@example.org", "port": port})
+        write(tmp_path, addresses=[f"mailto://127.0.0.1:{port}?from=dlrm@example.org&to=ops@example.org"])
         assert said_by(tmp_path, MESSAGE) == (1, [])
     assert {f"Subject: {MESSAGE.subject}", "To: ops@example.org"} <= set(lines)
 
 
-def test_only_what_is_asked_for_is_told(tmp_path: Path) -> None:
+def test_only_what_is_asked_for_is_sent(tmp_path: Path) -> None:
     write(tmp_path, command=["true"], on=["rejection"])
     assert said_by(tmp_path, MESSAGE) == (0, [])
 
@@ -114,7 +112,7 @@ def test_only_what_is_asked_for_is_told(tmp_path: Path) -> None:
     [
         ({"webhok": "X"}, "key 'webhok'"),
         ({"on": ["everything"]}, "key 'on.0'"),
-        ({"mail": {"to": ["a"]}}, "key 'mail.sender'"),
+        ({"addresses": "mailto://a"}, "key 'addresses'"),
     ],
 )
 def test_wrong_settings_are_named_and_break_no_run(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
@@ -138,7 +136,7 @@ def test_what_a_result_says_to_people() -> None:
         "held",
         "rejection",
     ]
-    assert kinds({"status": "skipped", "model": {"version": 4}, "gate": rejected}) == [], "it was told before"
+    assert kinds({"status": "skipped", "model": {"version": 4}, "gate": rejected}) == [], "it was sent before"
     [message] = list_messages("ingest", "demo", {"status": "ok", "held": ["2025-01-03"]}, BOUNDS)
     assert "python -m flows.ingest CONFIG day=2025-01-03 force=true" in message.text
 

@@ -1,4 +1,4 @@
-"""The config's path in the commands that errors, log lines and messages name.
+"""Fills the placeholder CONFIG in the commands that errors, log lines and messages name: the path of the config.
 
 `pipeline/` does not know the path and writes CONFIG. What a person reads has the path, so that it can be copied.
 """

@@ -15,7 +15,7 @@ from prefect.utilities.hashing import file_hash
 
 from flows.end_to_end import end_to_end
 from flows.ingest import ingest
-from flows.runtime import cli, console, private
+from flows.runtime import cli, console, redaction
 from flows.runtime.console import PrivateFlow
 from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT
@@ -28,7 +28,7 @@ SECRETS = ("hunter2catalog", "hunter2key", "hunter2mlflow")
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private, "known", set())
+    monkeypatch.setattr(redaction, "known", set())
 
 
 def overrides(home: Path) -> dict[str, Any]:
@@ -69,8 +69,8 @@ def test_a_real_run_leaves_no_credentials_behind(tmp_path, monkeypatch, capfd):
     assert [name.split()[0] for name, _ in rows] == ["end-to-end", "ingest", "train"]
     for _, parameters in rows:
         shown = json.loads(parameters)["config"]
-        assert set(shown["warehouse"]["catalog"].values()) == {private.MASK}
-        assert shown["registration"]["tracking_uri"] == private.MASK
+        assert set(shown["warehouse"]["catalog"].values()) == {redaction.MASK}
+        assert shown["registration"]["tracking_uri"] == redaction.MASK
     left = holders(tmp_path)
     assert {Path(name).name for name in left} <= {"job.json", "spec.json"}
     assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in left} <= {0o600}
@@ -81,7 +81,7 @@ def test_prefect_stores_masked_parameters():
     shown = ingest.serialize_parameters({"config": config, "overrides": overrides(Path("/nowhere")), "day": None})
     assert not [secret for secret in SECRETS if secret in json.dumps(shown)]
     assert shown["config"]["source"] == config.model_dump(mode="json")["source"]
-    assert shown["overrides"]["registration.tracking_uri"] == private.MASK
+    assert shown["overrides"]["registration.tracking_uri"] == redaction.MASK
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_prefect_stores_masked_parameters():
     ],
 )  # fmt: skip
 def test_what_is_masked(given, shown):
-    assert private.mask({"config": given}) == json.loads(
-        json.dumps({"config": shown}).replace('"*"', f'"{private.MASK}"')
+    assert redaction.mask({"config": given}) == json.loads(
+        json.dumps({"config": shown}).replace('"*"', f'"{redaction.MASK}"')
     )
 
 
@@ -131,7 +131,7 @@ def test_an_error_shows_no_credentials_in_the_database(prefect, tmp_path, monkey
     state = failing(load(CONFIG, {"warehouse.catalog": values}), return_state=True)
     logging.getLogger("prefect.flow_runs")
     assert state.is_failed()
-    assert private.MASK in state.message
+    assert redaction.MASK in state.message
     assert "it opens postgresql://me:********@host/db" in caplog.text
     assert not [secret for secret in SECRETS if secret in state.message + caplog.text]
 
@@ -147,16 +147,16 @@ def test_an_error_shows_no_credentials_in_the_database(prefect, tmp_path, monkey
 )
 def test_each_kind_of_credential_is_known(monkeypatch, properties, tracking):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking)
-    private.remember(load(CONFIG, {"warehouse.catalog": properties}))
-    assert SECRETS[0] not in private.hide(f"{properties} {tracking}")
-    assert private.hide("https://catalog.example/api") == "https://catalog.example/api"
+    redaction.remember(load(CONFIG, {"warehouse.catalog": properties}))
+    assert SECRETS[0] not in redaction.hide(f"{properties} {tracking}")
+    assert redaction.hide("https://catalog.example/api") == "https://catalog.example/api"
 
 
 def test_pages_show_no_credentials(monkeypatch):
     shown: list[Any] = []
     for kind in ("markdown", "table", "link"):
         monkeypatch.setattr(console, f"create_{kind}_artifact", lambda *args, **_: shown.extend(args))
-    private.known.add(SECRETS[0])
+    redaction.known.add(SECRETS[0])
     page = console.PrefectConsole()
     page.show_text("report", "a", f"see {SECRETS[0]}")
     page.show_table("rows", "a", [{"place": f"//{SECRETS[0]}@host"}], "rows")
@@ -187,7 +187,7 @@ def test_a_flow_with_other_options_is_private_and_versioned_by_its_own_file():
     assert (type(other), other.retries, other.name) == (PrivateFlow, 2, "ingest")
     assert {ingest.version, other.version} == {file_hash(str(ROOT / "flows" / "ingest.py"))}
     shown = other.serialize_parameters({"overrides": overrides(Path("/nowhere"))})
-    assert shown["overrides"]["registration.tracking_uri"] == private.MASK
+    assert shown["overrides"]["registration.tracking_uri"] == redaction.MASK
 
 
 def test_a_wrong_credential_is_not_repeated():

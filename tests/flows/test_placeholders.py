@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flows.runtime import cli, remedies
+from flows.runtime import cli, placeholders
 from flows.runtime.flow import notify_failure, notify_result
 from pipeline.config import load
 from pipeline.errors import RegistryError
@@ -16,25 +16,25 @@ CONFIG = "configs/smoke.yaml"
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
-    monkeypatch.setattr(remedies, "known", [])
-    remedies.note_path(CONFIG)
-    remedies.note_path(load(CONFIG))  # a flow inside another one gets the config itself
-    assert remedies.known == [CONFIG]
+    monkeypatch.setattr(placeholders, "known", [])
+    placeholders.note_path(CONFIG)
+    placeholders.note_path(load(CONFIG))  # a flow inside another one gets the config itself
+    assert placeholders.known == [CONFIG]
 
 
 def test_an_error_names_the_path():
     error = RegistryError("model 'a'", "a champion", "none", "Train one: python -m flows.train CONFIG, or dlrm sweep CONFIG.")  # fmt: skip
-    remedies.complete_error(error)
+    placeholders.complete_error(error)
     assert str(error).endswith(f"Train one: python -m flows.train {CONFIG}, or dlrm sweep {CONFIG}.")
     assert error.args[3] == error.remedy
-    assert remedies.complete("usage: CONFIG.yaml, python -m flows.x CONFIG.yaml") == (
+    assert placeholders.complete("usage: CONFIG.yaml, python -m flows.x CONFIG.yaml") == (
         "usage: CONFIG.yaml, python -m flows.x CONFIG.yaml"
     )
 
 
 def test_a_log_line_names_the_path(caplog):
-    remedies.complete_logs("dlrm.remedies")
-    log = logging.getLogger("dlrm.remedies")
+    placeholders.complete_logs("dlrm.placeholders")
+    log = logging.getLogger("dlrm.placeholders")
     log.warning("%s; see %s", "a, 100 %", "python -m flows.report CONFIG run=3")
     assert caplog.messages == [f"a, 100 %; see python -m flows.report {CONFIG} run=3"]
 
