@@ -412,7 +412,7 @@ class Warehouse:
     def day_identities(self, name: str) -> dict[datetime.date, str]:
         """Returns day -> identity of the write that left its files, or that left it without files."""
         table = self.table(name)
-        return identities(table, self._names_now(table))
+        return identities(table, {} if table.current_snapshot() is None else self.day_names(_reference(table)))
 
     def day_notes(self, name: str) -> dict[datetime.date, Any]:
         """Returns day -> the note of the write that left its files.
@@ -425,13 +425,6 @@ class Warehouse:
             return {}
         files = self._files(_reference(table))  # deleted rows do not change what a day was made of
         return notes(table, {day: hash_paths([one.file.file_path for one in files[day]]) for day in files})
-
-    def _names_now(self, table: Table) -> dict[datetime.date, str]:
-        return {} if table.current_snapshot() is None else self.day_names(_reference(table))
-
-    def property_of(self, name: str, key: str) -> str | None:
-        """Returns a property of a table, or None if the table does not have it."""
-        return self.table(name).properties.get(key)
 
     def set_properties(self, name: str, values: Mapping[str, str]) -> None:
         """Sets properties of a table in one commit."""

@@ -9,7 +9,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import SharedFeatures
 from pipeline.data.position import NO_TIMES, Position, Times
-from pipeline.transforms.column import Column
 from pipeline.transforms.kernels.hashing import offsets_of, take_lists
 from pipeline.transforms.kernels.weights import unpack
 
@@ -92,15 +91,3 @@ def keyed_lists(
         part = slice(bounds[feature], bounds[feature + 1])
         ids[part], weights[part] = unpack(values[part])
     return KeyedJaggedTensor(names, torch.from_numpy(ids), torch.from_numpy(weights), torch.from_numpy(lengths))
-
-
-def sparse_tensor(names: list[str], columns: tuple[Column, ...], weighted: Sequence[int] = ()) -> KeyedJaggedTensor:
-    """Converts the bags of F features over B rows to TorchRec's format; see `keyed_lists`.
-
-    Example:
-        >>> sparse_tensor(["a"], (Column(np.array([4, 5]), np.array([0, 2, 2])),)).lengths().tolist()
-        [2, 0]
-    """
-    values = np.concatenate([column.values for column in columns])
-    lengths = np.concatenate([np.diff(column.offsets) for column in columns if column.offsets is not None])
-    return keyed_lists(names, values, lengths.astype(np.int32), weighted)

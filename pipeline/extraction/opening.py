@@ -18,7 +18,7 @@ import pyarrow as pa
 from pipeline.data.files import SourceFile, address_of, find_files, folder_values
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
-from pipeline.extraction.config import EventTable, Format, LabelColumns, SourceConfig
+from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig
 from pipeline.extraction.formats.avro import AVRO, copy_as_parquet
 from pipeline.extraction.formats.text import ISO_DATE
 from pipeline.extraction.generator.logs import write_logs
@@ -29,7 +29,6 @@ from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list
 from storage.objects import ObjectFile, store_failure
 from storage.query import connect
-from storage.reader import DAY
 from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
 
@@ -179,7 +178,8 @@ def open_raw_rows(
     files, outcomes = _find_files(context, report)
     lookups = [(lookup, context.find(lookup.path, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
-    avro = _avro_files(source.format, files, [*outcomes, *sides])
+    named = [*(files if source.format == "auto" else ()), *outcomes, *sides]
+    avro = [*(files if source.format == "avro" else ()), *(file for file in named if AVRO.search(file.name))]
     with (
         _readable([*files, *outcomes, *sides], avro, context, report) as read,
         _connection(list(read.values()), context) as connection,
@@ -193,12 +193,6 @@ def open_raw_rows(
         tables = [(lookup, [read[file] for file in paths]) for lookup, paths in lookups]
         view = join_side_tables(connection, "source", tables, source.rename) if lookups else "source"
         yield RawSource(connection, view, files, outcomes, sides, read, numbered)
-
-
-def _avro_files(form: Format, files: Sequence[SourceFile], others: Sequence[SourceFile]) -> list[SourceFile]:
-    """Returns the files to read as Avro, by the format of the source or by their names."""
-    named = [file for file in [*(files if form == "auto" else ()), *others] if AVRO.search(file.name)]
-    return [*files, *named] if form == "avro" else named
 
 
 @contextmanager
@@ -231,15 +225,6 @@ def source_days(context: SourceContext) -> list[datetime.date]:
     """Returns the days of a source in order. Raises as `open_source_rows`."""
     with open_source_rows(context) as rows:
         return sorted(rows_of(rows.connection, rows.view))
-
-
-@contextmanager
-def open_samples(context: SourceContext) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
-    """Opens a view of the rows that an ingest of all days would write. Raises as `open_source_rows`."""
-    with open_source_rows(context) as rows:
-        if rows.join is not None:
-            rows.join.attribute(rows.view, f"{DAY} IS NOT NULL")
-        yield rows.connection, rows.create_good_view("true")
 
 
 def duckdb_limits(memory_bytes: int | None) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.metadata
 import subprocess
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -68,12 +67,8 @@ def trained_by(folder: Path) -> CodeVersion:
     A field is `unknown` if the run does not say it.
     """
     known = noted_code(folder) or (CodeVersion(commit=UNKNOWN, sources=UNKNOWN, lock_hash=UNKNOWN),)
-    return CodeVersion(**{name: name_each([getattr(one, name) for one in known]) for name in CodeVersion.model_fields})
-
-
-def name_each(values: Sequence[str]) -> str:
-    """Returns different values in order, as text."""
-    return ", ".join(dict.fromkeys(values))
+    values = {name: dict.fromkeys(getattr(one, name) for one in known) for name in CodeVersion.model_fields}
+    return CodeVersion(**{name: ", ".join(different) for name, different in values.items()})
 
 
 def read_commit() -> str:

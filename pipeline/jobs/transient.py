@@ -48,9 +48,7 @@ def is_transient(error: BaseException) -> bool:
     kinds = {(kind.__module__, kind.__name__) for kind in type(error).__mro__}
     if any((module, name) in kinds for module, names in SERVICES.items() for name in names):
         return True
-    is_store = isinstance(error, OSError) or type(error).__module__.startswith(
-        ("sqlalchemy", "mlflow", "sqlite3", "_duckdb")
-    )
+    is_store = isinstance(error, OSError) or type(error).__module__.startswith(CALLERS)
     return is_store and any(part in str(error) for part in STORE)
 
 

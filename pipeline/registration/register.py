@@ -104,17 +104,13 @@ def raw_frame(rows: pa.Table, columns: Mapping[str, str]) -> pd.DataFrame:
         elif kind == "list<double>":
             series[name] = pd.Series([_numbers(value) for value in values], dtype="object")
         elif kind.startswith("list"):
-            series[name] = pd.Series([_present(value) for value in values], dtype="object")
+            lists = [None if items is None else [item for item in items if item is not None] for items in values]
+            series[name] = pd.Series(lists, dtype="object")  # no op sees nulls of a list either
         elif kind == "long" and None in values:
             series[name] = pd.Series([[] if value is None else [int(value)] for value in values], dtype="object")
         else:
             series[name] = pd.Series(values, dtype="int64" if kind == "long" else "object")
     return pd.DataFrame(series)
-
-
-def _present(items: list[Any] | None) -> list[Any] | None:
-    """Removes nulls from a list. No op sees them either."""
-    return None if items is None else [item for item in items if item is not None]
 
 
 def _numbers(items: list[Any] | None) -> list[float] | None:

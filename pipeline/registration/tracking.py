@@ -81,7 +81,7 @@ class Tracker:
     def __init__(self, config: RegistrationConfig, home: Path, experiment: str) -> None:
         with ENVIRONMENT_LOCK:
             named = os.environ.get("MLFLOW_TRACKING_URI")
-            self.uri = config.tracking_uri or named or embedded_uri(home)
+            self.uri = config.tracking_uri or named or f"sqlite:///{home.resolve()}/mlflow/mlflow.db"
             if self.uri.startswith("sqlite:///"):
                 Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
                 self.uri += "" if "?" in self.uri else f"?timeout={LOCK_SECONDS}"
@@ -313,11 +313,6 @@ def _finish(monitor: SystemMetricsMonitor) -> None:
         with suppress(MlflowException):
             monitor.publish_metrics(measured)
             monitor.mlflow_logger.flush()
-
-
-def embedded_uri(home: Path) -> str:
-    """Returns the address of the database used when no server is configured."""
-    return f"sqlite:///{home.resolve()}/mlflow/mlflow.db"
 
 
 def _lives(tags: Mapping[str, str]) -> bool:

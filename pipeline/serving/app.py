@@ -13,8 +13,8 @@ from pipeline.errors import ContractError, InputError
 from pipeline.serving.bodies import (
     ARROW,
     JSON,
+    PROBABILITY,
     Scores,
-    output_tensor,
     parse_json,
     predictions,
     read_arrow,
@@ -286,7 +286,7 @@ class ScoringApp:
         answer = {
             "model_name": self.name,
             "model_version": str(loaded.version.version),
-            "outputs": [output_tensor(scores)],
+            "outputs": [{"name": PROBABILITY, "shape": [len(scores)], "datatype": "FP64", "data": scores.tolist()}],
         }
         return _json(200, answer | ({"id": sent["id"]} if isinstance(sent.get("id"), str) else {}))
 

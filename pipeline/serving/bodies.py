@@ -135,13 +135,3 @@ def _without_padding(row: list[Any]) -> list[Any]:
     while end and row[end - 1] is None:
         end -= 1
     return row[:end]
-
-
-def output_tensor(scores: Scores) -> dict[str, Any]:
-    """Returns probabilities as a tensor of the Open Inference Protocol.
-
-    Example:
-        >>> output_tensor(np.array([0.25]))
-        {'name': 'probability', 'shape': [1], 'datatype': 'FP64', 'data': [0.25]}
-    """
-    return {"name": PROBABILITY, "shape": [len(scores)], "datatype": "FP64", "data": scores.tolist()}

@@ -128,13 +128,9 @@ def suggest(
         raise ConfigError(
             "suggestion", "a column to learn from", f"{numbers} usable of {len(choices)}", "Add columns to the rows."
         )
-    shape = choose_shape(choices_facts(choices), split.train_rows, split.validates)
+    ids = [choice.fact for choice in choices if choice.use == "sparse"]
+    shape = choose_shape(ids, split.train_rows, split.validates)
     return Suggestion(label, tuple(choices), split, shape, _groups(choices, [*names, DAY]))
-
-
-def choices_facts(choices: Sequence[Choice]) -> list[ColumnFacts]:
-    """Returns the columns that become ids or text."""
-    return [choice.fact for choice in choices if choice.use == "sparse"]
 
 
 def _with_buckets(choices: Sequence[Choice], rows: int, taken: Collection[str]) -> list[Choice]:
@@ -291,7 +287,8 @@ def _sparse(fact: ColumnFacts) -> Choice:
     hashed = {"kind": "sigrid_hash", "size": size}
     if fact.kind != "ids":
         return Choice(fact, why, (Feature("sparse", fact.name, (hashed,)),))
-    limit = first_ids(fact.p99_length or 1)
+    limit = fact.p99_length or 1
+    limit = limit if limit <= 10 else 5 * math.ceil(limit / 5)
     lengths = f"lists of {fact.mean_length or 0:.1f} ids, 99 % up to {fact.p99_length}, longest {fact.max_length}"
     steps = ({"kind": "first_x", "limit": limit}, hashed)
     return Choice(fact, f"{why}, {lengths}", (Feature("sparse", fact.name, steps, list_of_ids=True),))
@@ -306,16 +303,6 @@ def table_rows(distinct: int) -> int:
     """
     room = (4 if distinct <= SMALL_DISTINCT else 2) * max(1, distinct)
     return int(min(LARGEST_TABLE, max(16, 1 << math.ceil(math.log2(room)))))
-
-
-def first_ids(length: int) -> int:
-    """Returns the limit of a list: the 99th percentile of its length, rounded up to a multiple of five above ten.
-
-    Example:
-        >>> first_ids(7), first_ids(41)
-        (7, 45)
-    """
-    return length if length <= 10 else 5 * math.ceil(length / 5)
 
 
 def _groups(choices: Sequence[Choice], names: Sequence[str]) -> tuple[Group, ...]:

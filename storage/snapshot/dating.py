@@ -95,7 +95,8 @@ class DayRule:
                 self._refuse_null(file.file_path, file.record_count)
             if isinstance(field.transform, IdentityTransform):
                 return self._day_of_value(value)
-            if isinstance(field.transform, DayTransform) and self._counts_in_utc():
+            in_utc = not isinstance(self.kind, TimestamptzType) or self._zone.key == "UTC"
+            if isinstance(field.transform, DayTransform) and in_utc:
                 return value if isinstance(value, datetime.date) else EPOCH + datetime.timedelta(days=int(value))
             if isinstance(field.transform, HourTransform):
                 hour = 3_600_000_000  # microseconds
@@ -162,9 +163,6 @@ class DayRule:
             first, end = (datetime.datetime.combine(day, datetime.time(), zone).isoformat() for day in ends)
             return And(GreaterThanOrEqual(self.column, first), LessThan(self.column, end))  # type: ignore[call-arg, arg-type]
         return None  # text may be written without leading zeros
-
-    def _counts_in_utc(self) -> bool:
-        return not isinstance(self.kind, TimestamptzType) or self._zone.key == "UTC"
 
     def _parse_value(self, value: Any) -> datetime.date:
         """Returns the day of a value of the column, as Iceberg's metadata has it."""

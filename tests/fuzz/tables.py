@@ -19,7 +19,7 @@ from pyiceberg.types import DateType, FloatType, IntegerType, ListType, LongType
 
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import extract
-from pipeline.extraction.opening import SourceContext, open_samples
+from pipeline.extraction.opening import SourceContext, open_source_rows
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
 from storage.pages.footer import SUFFIX
@@ -61,8 +61,10 @@ def _read_source(folder: Path, source: dict[str, Any], home: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(), home)
     config = SourceConfig.model_validate(source)
     context = SourceContext(config, FEATURES, warehouse, "events", folder, home / "logs")
-    with open_samples(context) as (connection, view):
-        connection.sql(f'SELECT * FROM "{view}"').to_arrow_table().validate(full=True)
+    with open_source_rows(context) as found:
+        if found.join is not None:
+            found.join.attribute(found.view, "day IS NOT NULL")
+        found.connection.sql(f'SELECT * FROM "{found.create_good_view("true")}"').to_arrow_table().validate(full=True)
 
 
 @contextmanager

@@ -244,7 +244,7 @@ def test_a_table_of_the_same_columns_that_another_engine_made_is_not_ours(wareho
 
 def test_a_table_beside_another_may_get_columns(warehouse: Warehouse) -> None:
     write(warehouse, rows(DAY1, 3), name="ads_scores")
-    assert warehouse.property_of("ads_scores", "dlrm.part-of") == "ads"
+    assert warehouse.table("ads_scores").properties["dlrm.part-of"] == "ads"
     snapshot = write(warehouse, rows(DAY2, 3, x=[1.0, 2.0, 3.0]), name="ads_scores")
     assert warehouse.schema(snapshot).names == ["day", "id", "x"]
 

@@ -86,18 +86,6 @@ def write_logs(
     return config.days * config.rows_per_day
 
 
-def feature_batches(config: GeneratorConfig, day: datetime.date, window_seconds: int) -> Iterator[pa.RecordBatch]:
-    """Yields the feature log of one day in chunks, nearly in the order of event time.
-
-    Example:
-        >>> config = GeneratorConfig(rows_per_day=250, chunk_rows=100)
-        >>> [batch.num_rows for batch in feature_batches(config, config.start_day, 3_600)]
-        [100, 100, 50]
-    """
-    for number in range(config.chunks_per_day):
-        yield make_chunk(config, day, number, window_seconds).features
-
-
 def make_chunk(config: GeneratorConfig, day: datetime.date, number: int, window_seconds: int) -> Chunk:
     """Draws one chunk. It depends on these arguments alone.
 

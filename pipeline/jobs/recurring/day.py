@@ -21,7 +21,7 @@ from pipeline.jobs.training.train import fetch_served
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, no_champion
-from pipeline.registration.versions import TRAINED_FROM, download_packed, find_versions
+from pipeline.registration.versions import TRAINED_FROM, find_versions
 from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoint_index import CheckpointIndex
 from pipeline.transforms.plan.carry_over import Start, carry_over_fit
@@ -237,11 +237,6 @@ def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> S
     store = workspace.stored(root)
     shared = store is not None and found.name in CheckpointIndex(store).read()
     return Start(checkpoint=str(found), plan=plan, store=store.address if store is not None and shared else None)
-
-
-def download_champion(workspace: Workspace, champion: ChampionVersion, folder: Path) -> Path:
-    """Downloads the champion's packed model from the registry."""
-    return download_packed(workspace.tracking, workspace.config.model_name, champion.version, folder)
 
 
 def select_day_rows(workspace: Workspace, today: Today) -> DataSpec:

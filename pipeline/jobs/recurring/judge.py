@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.gate import Verdict
-from pipeline.evaluation.metrics import Quality
 from pipeline.jobs.console import step
 from pipeline.jobs.recurring.day import Today, select_day_rows
 from pipeline.jobs.training.evaluate import decide, download_scorer, evaluate_model, hold_if_overtaken, score_both
@@ -111,7 +110,8 @@ def _judge(workspace: Workspace, today: Today, challenger: int, folder: Path) ->
         gate = decide(workspace, scored, champion)
         quality[challenger] = list_numbers(scored.report)
         if scored.error is None:
-            quality[champion] = _list_quality(scored.evaluation.champion.quality())
+            found = scored.evaluation.champion.quality()
+            quality[champion] = found.model_dump(exclude={"undefined"}) | {"undefined": dict(found.undefined)}
     log.info("gate: %s version %s on %s. %s", gate.decision, challenger, today.day, gate.reason)
     work = _name_work(workspace, today, challenger, champion)
     return DayVerdict(day=today.day, challenger=challenger, champion=champion, gate=gate, quality=quality, work=work)
@@ -147,10 +147,6 @@ def _carry_out(workspace: Workspace, verdict: DayVerdict) -> DayVerdict:
 def list_numbers(report: EvalReport) -> Numbers:
     """Returns the metrics of a report, and the reasons of undefined ones."""
     return report.numbers | {"undefined": dict(report.overall.undefined)}
-
-
-def _list_quality(quality: Quality) -> Numbers:
-    return quality.model_dump(exclude={"undefined"}) | {"undefined": dict(quality.undefined)}
 
 
 def choose_reference(workspace: Workspace, today: Today) -> int:

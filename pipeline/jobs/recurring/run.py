@@ -21,7 +21,6 @@ from pipeline.jobs.recurring.day import (
     TRAINING_TAG,
     Today,
     clear_old_runs,
-    download_champion,
     find_next_days,
     is_changed,
     list_aliased_folders,
@@ -49,6 +48,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.registration.scorer import plan_of
 from pipeline.registration.sections import find_metric
 from pipeline.registration.tracking import RESULT
+from pipeline.registration.versions import download_packed
 from storage.artifacts import write_text
 from storage.scratch import ScratchFolder
 
@@ -186,7 +186,8 @@ def prepare_day(
     """
     config, log, version = workspace.config, workspace.console.log, today.champion.version
     shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-    model, known = download_champion(workspace, today.champion, folder), dict(verdict.quality if verdict else {})
+    model = download_packed(workspace.tracking, config.model_name, version, folder)
+    known = dict(verdict.quality if verdict else {})
     if version not in known:
         trained = trained_sources(workspace, version)
         read = read_as_trained(workspace, version, today.snapshot, trained, plan_of(model).columns)

@@ -103,11 +103,6 @@ class TrainingJob(BaseModel, frozen=True):
         return tuple(one.model_copy(update={"days": tuple(sorted(days))}) for one, days in merged.items())
 
 
-def train_tag(job: TrainingJob) -> str:
-    """Returns the tag that protects the snapshot of a training. Trainings of one search share it."""
-    return snapshot_tag(job.identity, job.snapshot)
-
-
 def snapshot_tag(identity: str, snapshot: SnapshotRef) -> str:
     """Returns the tag that protects a snapshot for the work of an identity."""
     return f"train-{identity[:12]}-{snapshot.snapshot_id}"
@@ -356,30 +351,21 @@ def _check_columns(workspace: Workspace, schema: pa.Schema, plan: Plan) -> None:
     for name, where in grouped:
         if pa.types.is_nested(schema.field(name).type):
             raise ConfigError(f"{where} '{name}'", "one value a row", f"{schema.field(name).type}", "Name another.")
-    if weight is not None and not _is_numeric(schema.field(weight).type):
-        raise ConfigError(
-            f"features.weight '{weight}'", "a column of numbers", f"{schema.field(weight).type}", "Name another."
-        )
+    kind = None if weight is None else schema.field(weight).type
+    if kind is not None and not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise ConfigError(f"features.weight '{weight}'", "a column of numbers", f"{kind}", "Name another.")
     check_defaults(config.registration.defaults, columns_of(plan, schema))
     truth = evaluation.true_probability
     if truth is not None and not pa.types.is_floating(schema.field(truth).type):
-        kind = f"{schema.field(truth).type}"
-        raise ConfigError(f"evaluation.true_probability '{truth}'", "a column of floats", kind, "Name another.")
+        found = f"{schema.field(truth).type}"
+        raise ConfigError(f"evaluation.true_probability '{truth}'", "a column of floats", found, "Name another.")
     if config.sampling is not None:
         check_sampling(config.sampling, schema)
     if config.model.interaction == "dot" and len(plan.sparse) + bool(plan.dense) < 2:
         raise ConfigError("model.interaction 'dot'", "at least two features", "one", "Add a feature, or choose cat.")
-    if session is not None and not _can_name_sessions(schema.field(session).type):
-        kind = f"{schema.field(session).type}"
-        raise ConfigError(f"preprocessing.session_column '{session}'", "integers or text", kind, "Name another.")
-
-
-def _is_numeric(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
-
-
-def _can_name_sessions(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or is_text(kind))
+    kind = None if session is None else schema.field(session).type
+    if kind is not None and not (pa.types.is_integer(kind) or is_text(kind)):
+        raise ConfigError(f"preprocessing.session_column '{session}'", "integers or text", f"{kind}", "Name another.")
 
 
 def _fit_plan(

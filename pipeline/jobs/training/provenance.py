@@ -20,7 +20,7 @@ from pipeline.data.selection import Selection
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.code_version import trained_by
 from pipeline.jobs.console import one_line
-from pipeline.jobs.training.job import TrainingJob, train_tag
+from pipeline.jobs.training.job import TrainingJob, snapshot_tag
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import Tracker, is_disk_error, is_not_found, is_unreachable
 from pipeline.registration.versions import TRAINED_FROM
@@ -94,7 +94,7 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
     return Record(
         identity=job.identity,
         snapshot=job.snapshot,
-        snapshot_tag=train_tag(job),
+        snapshot_tag=snapshot_tag(job.identity, job.snapshot),
         config=values,
         seeds=dict(_find_seeds({key: value for key, value in values.items() if key not in ("sweep", "release")})),
         plan_hash=job.plan.hash,

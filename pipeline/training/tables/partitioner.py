@@ -63,7 +63,9 @@ def largest_differencing(items: Sequence[Item], memory: Sequence[Storage]) -> li
     ranks = len(memory)
     most = Storage(*(max(getattr(room, kind) for room in memory) for kind in ("hbm", "ddr", "ssd")))
     bound = [_bound(rank, items, memory[rank], most) for rank in range(ranks)]
-    free = [_start_solution(number, item, ranks) for number, item in enumerate(items) if item.rank is None]
+    empty = [_Heap(0.0, NOTHING, (), False)] * (ranks - 1)
+    heaps = [_Heap(item.load, item.memory, (number,), False) for number, item in enumerate(items) if item.rank is None]
+    free = [[heap, *empty] for heap in heaps]
     queue = [(-_spread(solution), number, solution) for number, solution in enumerate([bound, *free])]
     heapq.heapify(queue)
     numbers = itertools.count(len(queue))
@@ -87,10 +89,6 @@ def _bound(rank: int, items: Sequence[Item], room: Storage, most: Storage) -> _H
     for number in numbers:
         memory += items[number].memory
     return _Heap(sum(items[number].load for number in numbers), memory, (-1 - rank, *numbers), True)
-
-
-def _start_solution(number: int, item: Item, ranks: int) -> list[_Heap]:
-    return [_Heap(item.load, item.memory, (number,), False)] + [_Heap(0.0, NOTHING, (), False)] * (ranks - 1)
 
 
 def _spread(solution: Sequence[_Heap]) -> float:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -346,14 +346,3 @@ def _reason(planner: EmbeddingShardingPlanner, model: DLRM, config: TrainConfig,
     left = planner._storage_reservation.last_reserved_topology
     there = f", with {getattr(left.devices[0].storage, kind) / 1e9:,.3g} GB per rank left for them" if left else ""
     return f"{sum(least.values()) / 1e9:,.3g} GB of tables with optimizer and buffers{there}"
-
-
-def busiest(values: Sequence[float]) -> float:
-    """The largest share, as a multiple of the mean; 1 is perfect balance.
-
-    Example:
-        >>> busiest([2.0, 4.0])
-        1.3333333333333333
-    """
-    mean = sum(values) / len(values)
-    return max(values) / mean if mean else 1.0

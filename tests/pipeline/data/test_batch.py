@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.batch import Batch, sparse_tensor
+from pipeline.data.batch import Batch
 from pipeline.data.position import Position
 from pipeline.transforms.column import Column
+from tests.pipeline.bags import sparse_tensor
 
 ROWS = st.integers(0, 5).flatmap(
     lambda n: st.lists(

@@ -5,10 +5,10 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.data.batch import sparse_tensor
 from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
+from tests.pipeline.bags import sparse_tensor
 from tests.quality import quality
 
 ROWS = 3_000

@@ -15,7 +15,7 @@ import pytest
 import torch
 from sklearn.metrics import log_loss
 
-from pipeline.data.batch import Batch, sparse_tensor
+from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position, Times
 from pipeline.errors import TrainingError
 from pipeline.preprocessing.client import Client
@@ -24,6 +24,7 @@ from pipeline.training.state import async_checkpoint, checkpoint
 from pipeline.training.state.progress import LossSums, TrainingProgress
 from pipeline.training.trainer import Trainer
 from pipeline.transforms.column import Column
+from tests.pipeline.bags import sparse_tensor
 from tests.pipeline.training.plain_loop import STEPS, PlainLoop, same, scripted, weights_of
 
 Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]

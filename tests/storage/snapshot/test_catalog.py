@@ -94,6 +94,6 @@ def test_few_states_are_remembered(warehouse: Warehouse) -> None:
     write(warehouse, DAY1)
     for number in range(KEPT_STATES + 3):
         warehouse.set_properties("events", {"a": f"{number}"})
-        assert warehouse.property_of("events", "a") == f"{number}"
+        assert warehouse.table("events").properties["a"] == f"{number}"
     assert isinstance(warehouse.catalog, ParsedOnceCatalog)
     assert len(warehouse.catalog._states) == KEPT_STATES

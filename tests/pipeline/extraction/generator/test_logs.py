@@ -13,7 +13,8 @@ import pytest
 
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
-from pipeline.extraction.generator.logs import feature_batches, make_chunk, write_logs
+from pipeline.extraction.generator.logs import make_chunk, write_logs
+from tests.pipeline.extraction.generator.chunks import feature_batches
 
 WINDOW_SECONDS = 1_200
 CONFIG = GeneratorConfig(seed=3, rows_per_day=30_000, chunk_rows=20_000)

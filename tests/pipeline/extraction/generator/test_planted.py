@@ -9,7 +9,8 @@ import pyarrow.compute as pc
 import pytest
 
 from pipeline.extraction.generator.config import GeneratorConfig
-from pipeline.extraction.generator.logs import feature_batches, make_chunk
+from pipeline.extraction.generator.logs import make_chunk
+from tests.pipeline.extraction.generator.chunks import feature_batches
 
 WINDOW_SECONDS = 1_200
 CONFIG = GeneratorConfig(seed=3, rows_per_day=30_000, chunk_rows=20_000)

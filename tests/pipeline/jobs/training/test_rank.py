@@ -21,7 +21,6 @@ from llvmlite.binding import get_host_cpu_name
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from models.dlrm import DLRM
-from pipeline.data.batch import sparse_tensor
 from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training import rank
@@ -33,6 +32,7 @@ from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
 from storage.warehouse import Warehouse
 from tests.digest import hash_weights
+from tests.pipeline.bags import sparse_tensor
 from tests.pipeline.conftest import ROOT, SETTINGS, Run, completed, completed_here, start
 from tests.pipeline.jobs.training.odd_rank import Reload, reload
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.batch import sparse_tensor
 from pipeline.errors import ConfigError
 from pipeline.transforms.kernels.weights import unpack
 from pipeline.transforms.plan.dedup import DedupPlan
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import FeatureSchema
+from tests.pipeline.bags import sparse_tensor
 
 QUICK = settings(derandomize=True, max_examples=80, deadline=None, database=None)
 SIZE, LIMIT = 97, 3
