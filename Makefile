@@ -71,10 +71,12 @@ test-slow: setup  ## run the slow tests: servers, kills, whole runs
 test-all: setup  ## run both, and start their shared processes and fixtures only once
 	@$(TEST) -m 'not gpu' --timeout=900
 
+ON_A_DEVICE = test_trainer.py test_restore.py test_step.py test_learner.py test_metrics.py test_options.py state/test_checkpoint.py
+
 test-gpu: setup  ## run the tests that need CUDA devices, and the trainer's tests on one
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m 'not gpu' --timeout=900 \
-		tests/pipeline/training/test_trainer.py tests/pipeline/training/test_options.py tests/pipeline/training/state/test_checkpoint.py
+		$(addprefix tests/pipeline/training/,$(ON_A_DEVICE))
 
 simulate: setup  ## look for broken promises in SCHEDULES simulated schedules of faults
 	@$(RUN) -m tests.simulation schedules=$(SCHEDULES)

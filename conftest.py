@@ -27,7 +27,7 @@ CLUSTERS = (
 LONGEST = (
     "tests/flows/test_servers.py",
     *CLUSTERS,
-    "tests/pipeline/jobs/training/test_rank.py",
+    "tests/pipeline/jobs/training/rank/test_main.py",
     "tests/flows/test_train.py",
     "tests/pipeline/preprocessing/test_chaos.py",
     "tests/flows/test_preprocess.py",

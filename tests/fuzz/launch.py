@@ -111,7 +111,7 @@ def error_file(folder: Path) -> Iterator[Case]:
 def forks(folder: Path) -> Iterator[Case]:
     """Requests to the server that forks, and its answers."""
     request = {
-        "module": "pipeline.jobs.training.rank", "name": "dlrm rank 0", "arguments": ["spec.json"],
+        "module": "pipeline.jobs.training.rank.main", "name": "dlrm rank 0", "arguments": ["spec.json"],
         "environment": {"RANK": "0", "HOME": "/root"}, "given": ["DLRM_EVENTS_FD"],
     }  # fmt: skip
 

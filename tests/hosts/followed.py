@@ -18,7 +18,7 @@ def main(path: str) -> None:
     limits, ranks = Limits(deadline_seconds=550, hang_seconds=120), spec.training.world_size
     assert spec.store is not None
     group = partial(StoreGroup, store=ObjectFolder(spec.store, {}))
-    module, folder = "pipeline.jobs.training.rank", Path(spec.folder)
+    module, folder = "pipeline.jobs.training.rank.main", Path(spec.folder)
     show(follow_ranks(module, spec, folder, ranks, 1, limits, show, ROOT, make_group=group))
 
 

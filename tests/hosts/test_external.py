@@ -45,7 +45,7 @@ def follow(
             ranks.update({row["table"]: row["ranks"] for row in event["plan"]})
 
     given = (spec.training.world_size, 1, limit, handle, ROOT, spec.training.hosts)
-    return follow_ranks("pipeline.jobs.training.rank", spec, folder, *given)
+    return follow_ranks("pipeline.jobs.training.rank.main", spec, folder, *given)
 
 
 def torchrun(hosts: Sequence[Host], command: str, folder: Path) -> None:
@@ -141,7 +141,7 @@ def test_ranks_of_torchrun_without_a_common_folder_train_as_processes_of_one_hos
         events.append(json.loads(line))
         if events[-1]["event"] == "awaited":
             command = events[-1]["command"]
-            assert command.endswith(" -m pipeline.jobs.training.rank s3://kept/run")
+            assert command.endswith(" -m pipeline.jobs.training.rank.main s3://kept/run")
             agents = [
                 run_by_torchrun(host, number, command, hosts[0], logs[number], store.variables)
                 for number, host in enumerate(hosts)
