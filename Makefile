@@ -71,10 +71,12 @@ test-slow: setup  ## run one slow test for each promise, and the tests that need
 test-all: setup  ## run every test that needs no GPU; fails if a fast test takes over 3 seconds
 	@$(TEST) -m 'not gpu' --timeout=900 --fast-seconds=3
 
+ON_A_DEVICE = test_trainer.py test_restore.py test_step.py test_learner.py test_metrics.py test_options.py state/test_checkpoint.py
+
 test-gpu: setup  ## run the tests that need CUDA devices, and the trainer's tests on one
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m gpu --timeout=900
 	@DLRM_TEST_DEVICE=cuda $(RUN) -m pytest -m 'not gpu' --timeout=900 \
-		tests/pipeline/training/test_trainer.py tests/pipeline/training/test_options.py tests/pipeline/training/state/test_checkpoint.py
+		$(addprefix tests/pipeline/training/,$(ON_A_DEVICE))
 
 simulate: setup  ## look for broken promises in SCHEDULES simulated schedules of faults
 	@$(RUN) -m tests.simulation schedules=$(SCHEDULES)

@@ -1,4 +1,4 @@
-"""A rank like `pipeline.jobs.training.rank`, but with all batches in memory before it trains.
+"""A rank like `pipeline.jobs.training.rank.main`, but with all batches in memory before it trains.
 
 `benchmarks.training` runs it as the product runs its ranks. The batches come from the spec's training rows.
 """
@@ -11,10 +11,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipeline.data.position import NO_TIMES
-from pipeline.jobs.training.rank import build_model, make_result, open_client, open_event_writer, start_group
+from pipeline.jobs.training.rank.group import open_event_writer, start_group
+from pipeline.jobs.training.rank.main import make_result
+from pipeline.jobs.training.rank.model import build_model, open_client
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import InlineSource
-from pipeline.training.trainer import Trainer
+from pipeline.training.restore import Restore
+from pipeline.training.state.checkpoints import Checkpoints
+from pipeline.training.trainer import Trainer, TrainingData
 
 
 def main(path: str) -> None:
@@ -27,9 +31,10 @@ def main(path: str) -> None:
         spec, InlineSource({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True
     )
     batches = [replace(batch, times=NO_TIMES) for batch in islice(reader.batches(), spec.training.max_steps)]
-    folder = Path(spec.folder) / "checkpoints"
-    trainer = Trainer(model, spec.training, lambda position: iter(batches), None, folder, emit, spec.seed, device)
-    emit(make_result(trainer.train(), device) | {"step_milliseconds": [1e3 * trainer.step_median]})
+    data = TrainingData(lambda position: iter(batches))
+    restore = Restore(Checkpoints(Path(spec.folder) / "checkpoints"))
+    trainer = Trainer(model, spec.training, data, restore, emit, spec.seed, device)
+    emit(make_result(trainer.train(), device) | {"step_milliseconds": [1e3 * trainer.times.median]})
     dist.destroy_process_group()
 
 

@@ -46,8 +46,10 @@ from pipeline.data.position import Position
 from pipeline.processes.forkserver import start_process
 from pipeline.processes.process import LIBRARY_ENVIRONMENT
 from pipeline.training.config import TrainConfig
+from pipeline.training.restore import Restore
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.tables.model import shard_model
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, TrainingData
 
 WARM_UP, BATCHES = 4, 6
 DENSE, TABLE_RATE, DENSE_RATE = 13, 0.05, 1e-3
@@ -287,7 +289,8 @@ def ours(shape: StepShape, rank: int, ranks: int, device: torch.device, **settin
         Batch(one.dense, one.sparse, one.labels, torch.ones_like(one.labels), Position(), shape.batch_rows)
         for one in batches(shape, rank, ranks)
     ]
-    trainer = Trainer(whole, config, lambda position: _endless(made), None, Path(), lambda event: None, 1, device)
+    data, nothing = TrainingData(lambda position: _endless(made)), Restore(Checkpoints(Path()))
+    trainer = Trainer(whole, config, data, nothing, lambda event: None, 1, device)
     steps = trainer.steps()
     return lambda: trainer.train_step(*next(steps))
 

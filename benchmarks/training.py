@@ -178,7 +178,8 @@ def run_training(
             return _ranks("benchmarks.memory_rank", spec, folder)
         with Service({"train": table.spec}, preprocessing, folder / "service") as service:
             wait_for(preprocessing.workers, folder / "service" / WORKERS_FILE)
-            return _ranks("pipeline.jobs.training.rank", spec.model_copy(update={"service": service.address}), folder)
+            spec = spec.model_copy(update={"service": service.address})
+            return _ranks("pipeline.jobs.training.rank.main", spec, folder)
 
 
 def _ranks(module: str, spec: RankSpec, folder: Path) -> dict[str, float]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from flows.runtime.environment import quiet_libraries, set_environment
-from pipeline.jobs.training.rank import start_group
+from pipeline.jobs.training.rank.group import start_group
 from pipeline.processes import forkserver
 from pipeline.training.config import TrainConfig
 from tests.sharing import session_folder
@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_AUTH_TOKEN"] = "0123456789abcdef" * 2  # one for all clusters: a process keeps the first that it uses
 forkserver.MOST_SERVERS = 8  # the modules that tests start processes of; each start costs six seconds of CPU
 FORKED = (
-    "pipeline.jobs.training.rank",
+    "pipeline.jobs.training.rank.main",
     "pipeline.preprocessing.executors",
     "pipeline.jobs.recurring.backtest_rank",
     "pipeline.jobs.study.rank",

@@ -340,7 +340,7 @@ def test_no_module_of_vague_purpose():
 
 def test_the_parser_sees_imports():
     found = set(imports())
-    assert (Path("pipeline/jobs/training/rank.py"), "pipeline.training.trainer") in found
+    assert (Path("pipeline/jobs/training/rank/main.py"), "pipeline.training.trainer") in found
     assert (Path("flows/train.py"), "pipeline.jobs.training.run") in found
 
 

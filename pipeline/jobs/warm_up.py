@@ -21,7 +21,7 @@ def start_fork_servers(config: RunConfig) -> None:
     if training.launcher == "processes":
         threads = resolve_threads(training.threads_per_rank, training.world_size)
         # First: pydantic searches all loaded modules for the docstrings of fields, of which PyTorch brings thousands.
-        modules["pipeline.config"] = modules["pipeline.jobs.training.rank"] = rank_environment(threads)
+        modules["pipeline.config"] = modules["pipeline.jobs.training.rank.main"] = rank_environment(threads)
     if config.preprocessing.executor == "process":
         modules["pipeline.preprocessing.executors"] = os.environ | limit_threads(1)
     prepare(modules)

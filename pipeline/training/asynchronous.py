@@ -7,19 +7,23 @@ to validate and to save. Between these points, no rank waits for another.
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.data.batch import Batch
+from pipeline.training.config import TrainConfig
+from pipeline.training.learner import Learner
 from pipeline.training.optim import dense_parameters
-from pipeline.training.state.async_checkpoint import AsyncCheckpointer
+from pipeline.training.state.progress import LossSums, TrainingProgress
+from pipeline.training.step import WholeStep
 from pipeline.training.tables.bags import NumbaBags
 from pipeline.training.tables.shared import share_memory
-from pipeline.training.trainer import Trainer
 
 
 def share_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -62,8 +66,8 @@ class SharedBags(NumbaBags):
         os.close(fd)
 
 
-class AsyncTrainer(Trainer):
-    """Trains a rank's share of each batch at its own pace. The module says what is shared.
+class SharedLearner(Learner):
+    """A learner that works at its own pace. The module says what is shared.
 
     hogwild: all ranks share dense weights and the state of one optimizer, and step it without locks. easgd: each rank
     has its own. Every `easgd_period_steps`, the rank moves towards the center and the center towards the rank. The
@@ -73,21 +77,16 @@ class AsyncTrainer(Trainer):
     training, it repeats neither bits nor the order of updates.
 
     Args:
-        As `Trainer`. The tables of the model are `SharedBags`, sharded as for one rank.
+        model: Its tables are `SharedBags`, sharded as for one rank.
     Source:
         Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, algorithm 1 (asynchronous EASGD); Recht et al. 2011, Hogwild!
     """
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self.checkpointer = AsyncCheckpointer(False, self.checkpoints)  # each rank would copy all tables
-        self.elastic = self.config.sync == "easgd"
-        self.sums, fd = share_tensor(torch.zeros(dist.get_world_size(), 4, dtype=torch.float64))
-        os.close(fd)
-        self.window = self.sums[dist.get_rank()]
-        self.taken = torch.zeros(4, dtype=torch.float64)
+    def __init__(self, model: DistributedModelParallel, config: TrainConfig, device: torch.device) -> None:
+        super().__init__(model, config, device)
+        self.elastic = config.sync == "easgd"
         self.make_dense_state()
-        weights = dense_parameters(self.model)
+        weights = dense_parameters(model)
         slots = {
             f"dense/{name}/{slot}": value.zero_()
             for name, parameter in weights
@@ -104,12 +103,6 @@ class AsyncTrainer(Trainer):
             for name, tensor in self.own.items():
                 tensor.data = self.common[name]
 
-    def train_step(self, batch: Batch, coming: Batch | None = None) -> None:
-        """See `Trainer`. The gradient is only of this rank's rows."""
-        super().train_step(batch, coming)
-        if self.elastic and (self.progress.steps + 1) % self.config.easgd_period_steps == 0:
-            self.exchange()
-
     @torch.no_grad()
     def exchange(self) -> None:
         """Moves this rank and the center towards each other by the same amount. One rank at a time."""
@@ -120,73 +113,47 @@ class AsyncTrainer(Trainer):
             self.common[name] += difference
         fcntl.lockf(self.lock, fcntl.LOCK_UN)
 
-    def end_epoch(self) -> None:
-        """See `Trainer`. All ranks synchronize."""
+    def meet(self) -> None:
+        """All ranks synchronize. The shared copy then has rank 0's optimizer state."""
+        if self.elastic and dist.get_rank() == 0:
+            for name, own in self.own.items():
+                if name.startswith("dense/"):
+                    self.common[name].copy_(own)
         dist.barrier()
-        super().end_epoch()
-        dist.barrier()  # keeps rows of the next epoch out of these sums
 
-    def log(self) -> None:
-        """Reports the work of all ranks, on rank 0 at its own steps."""
-        if dist.get_rank() == 0:
-            super().log()
-        else:
-            self.step_seconds, self.times = 0.0, []
-
-    def total_window(self) -> torch.Tensor:
-        """Returns the sums of all ranks since the last call. Between two synchronizations, some rows may be missing."""
-        total = self.sums.sum(0)
-        window, self.taken = total - self.taken, total
-        return window
-
-    def validate(self) -> None:
-        """Validates the shared weights. All ranks synchronize."""
+    @contextmanager
+    def serving(self, averaged: bool) -> Iterator[None]:
+        """Gives the model the shared weights inside the block. All ranks synchronize."""
         dist.barrier()
         kept = {name: own.detach().clone() for name, own in self._weights()} if self.elastic else {}
         self.adopt()
-        super().validate()
+        yield
         with torch.no_grad():
             for name, value in kept.items():
                 self.own[name].copy_(value)
         dist.barrier()
 
+    def serve(self, averaged: bool) -> None:
+        """See `Learner`. The model of each rank ends with the shared weights."""
+        self.adopt()
+
+    def state(self) -> dict[str, Any]:
+        """See `Learner`. The dense part is the shared copy."""
+        return super().state() | self.common
+
+    def after_load(self) -> None:
+        """See `Learner`. All ranks start from the shared copy."""
+        super().after_load()
+        dist.barrier()
+        self.adopt(optimizer=True)
+
+    def export(self, path: Path | None, written: Callable[[], None] = lambda: None) -> str | None:
+        """See `Learner`. Every rank has all weights."""
+        return super().export(path, written) if dist.get_rank() == 0 else None
+
     def close(self) -> None:
         """Releases the shared memory, as the end of the process would."""
         os.close(self.lock)
-
-    def state(self) -> dict[str, Any]:
-        """See `Trainer`. The dense part is the shared copy."""
-        return super().state() | self.common
-
-    def save(self, name: str | None = None) -> None:
-        """See `Trainer`. All ranks synchronize."""
-        if self.elastic and dist.get_rank() == 0:
-            for key, own in self.own.items():
-                if key.startswith("dense/"):
-                    self.common[key].copy_(own)
-        dist.barrier()
-        super().save(name)
-
-    def load(self, folder: Path) -> None:
-        """See `Trainer`. All ranks start from the shared copy."""
-        super().load(folder)
-        dist.barrier()
-        self.adopt(optimizer=True)
-
-    def start_from(self, folder: Path) -> None:
-        """See `Trainer`. All ranks start from the shared copy."""
-        super().start_from(folder)
-        dist.barrier()
-        self.adopt(optimizer=True)
-
-    def finish(self) -> None:
-        """See `Trainer`. The model of each rank ends with the shared weights."""
-        super().finish()
-        self.adopt()
-
-    def export(self, path: Path | None, written: Callable[[], None] = lambda: None) -> str | None:
-        """See `Trainer`. Every rank has all weights."""
-        return super().export(path, written) if dist.get_rank() == 0 else None
 
     @torch.no_grad()
     def adopt(self, optimizer: bool = False) -> None:
@@ -197,3 +164,29 @@ class AsyncTrainer(Trainer):
 
     def _weights(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, own) for name, own in self.own.items() if name.startswith("model/")]
+
+
+class SharedStep(WholeStep):
+    """Trains a rank's share of each batch. The gradient is only of this rank's rows."""
+
+    learner: SharedLearner
+
+    def __init__(self, learner: SharedLearner, seed: int) -> None:
+        super().__init__(learner, seed)
+        self.by_rank, fd = share_tensor(torch.zeros(dist.get_world_size(), 4, dtype=torch.float64))
+        os.close(fd)
+        self.sums = self.by_rank[dist.get_rank()]
+        self.taken = torch.zeros(4, dtype=torch.float64)
+
+    def update(self, batch: Batch, progress: TrainingProgress) -> bool:
+        """See `TrainStep`. With easgd, a rank and the center meet after some steps."""
+        trained = super().update(batch, progress)
+        if self.learner.elastic and (progress.steps + 1) % self.config.easgd_period_steps == 0:
+            self.learner.exchange()
+        return trained
+
+    def take_sums(self) -> LossSums:
+        """Returns the sums of all ranks since the last call. Between two synchronizations, some rows may be missing."""
+        total = self.by_rank.sum(0)
+        window, self.taken = total - self.taken, total
+        return LossSums.of(window)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
+from pipeline.training.support import require_support
 
 ShardingType = Literal[
     "data_parallel",
@@ -22,11 +23,6 @@ COLUMN_SHARDING = {"column_wise", "table_column_wise", "grid_shard"}
 """Sharding types that cut the columns of a table."""
 ROW_SHARDING = {"row_wise", "table_row_wise", "grid_shard"}
 """Sharding types that cut the rows of a table: a bag's vectors come from several ranks and are added up."""
-INEXACT_REASON = {
-    "data_parallel": "whose copies add the gradients of each rank first",
-    **dict.fromkeys(sorted(ROW_SHARDING), "which adds the vectors of a bag rank by rank"),
-}
-"""Sharding types whose sums depend on the number of ranks, and why."""
 HOST_SHARDING = {"table_row_wise", "grid_shard"}
 """Sharding types that cut the rows of a table among the ranks of one host."""
 TableMemory = Literal["device", "uvm", "uvm_caching"]
@@ -75,10 +71,6 @@ def requested_sharding_type(sharding: Sharding, table: str) -> str:
         return sharding
     matching = (rule.kind for rule in sharding if any(fnmatchcase(table, pattern) for pattern in rule.tables))
     return next(matching, "auto")
-
-
-LEAST_HANG_SECONDS = 180
-"""Least `hang_seconds` of a training whose ranks may become fewer."""
 
 
 class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -251,12 +243,13 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
                 "Set embedding_kernel: auto.",
             )  # fmt: skip
         self._require_hosts()
-        if self.sync != "synchronous":
-            self._require_shareable()
-        if self.lanes is not None:
-            self._require_lanes(self.lanes)
-        if self.least_ranks is not None:
-            self._require_elastic(self.least_ranks)
+        require_support(self, requested_sharding_types(self.sharding))
+        if self.least_ranks is not None and self.world_size > self.least_ranks and len(self.rank_numbers) == 1:
+            fitting = [n for n in range(1, self.world_size) if (self.lanes or 1) % n == 0]
+            raise ConfigError(
+                "training.least_ranks", f"{fitting[-1]} or less, the next divisor of lanes={self.lanes}",
+                f"{self.least_ranks}", "Lower it, or leave it out.",
+            )  # fmt: skip
         by_column = sorted(requested_sharding_types(self.sharding) & COLUMN_SHARDING)
         if by_column and self.table_optimizer == "rowwise_adagrad":
             raise ConfigError(
@@ -282,93 +275,6 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
             raise ConfigError(
                 f"training.hosts with launcher={self.launcher}", "1, since processes are on this machine",
                 f"{self.hosts}", "Leave it out, or set launcher: ray or external.",
-            )  # fmt: skip
-
-    def _require_all(self, rules: Mapping[str, tuple[bool, str]], beside: str, otherwise: str) -> None:
-        """Refuses the first setting that does not fit another one.
-
-        Args:
-            rules: Key -> whether it fits, and what would.
-            beside: The other setting, which demands it.
-            otherwise: How to do without the other one.
-        """
-        for key, (fits, expected) in rules.items():
-            if not fits:
-                where, found = f"training.{key} with {beside}", f"{getattr(self, key)}"
-                raise ConfigError(where, expected, found, f"Change it, or {otherwise}.")
-
-    def _require_shareable(self) -> None:
-        """Refuses settings that ranks cannot use when they share tables and do not wait for one another."""
-        rules = {
-            "launcher": (self.launcher == "processes", "processes, since ranks share memory of one machine"),
-            "device": (self.device != "cuda", "auto or cpu, since tables are shared in host memory"),
-            "sharding": (
-                self.sharding in ("auto", "table_wise"),
-                "auto or table_wise, since every rank uses whole tables",
-            ),
-            "embedding_kernel": (
-                self.embedding_kernel != "fbgemm",
-                "auto or numba, since FBGEMM's kernel cannot share tables",
-            ),
-            "table_precision": (self.table_precision == "fp32", "fp32, since the numba kernel has no other"),
-            "vector_communication": (self.vector_communication == "fp32", "fp32, since no vectors are sent"),
-            "gradient_communication": (self.gradient_communication == "fp32", "fp32, since no gradients are sent"),
-            "on_nonfinite": (self.on_nonfinite == "stop", "stop, since ranks do not agree on a batch to leave out"),
-            "checkpoint_every_seconds": (self.checkpoint_every_seconds is None, "none, since ranks meet by steps"),
-            "average_from_step": (self.average_from_step is None, "none, since weights never belong to one step"),
-            "average_from": (self.average_from is None, "none, since weights never belong to one step"),
-        }
-        self._require_all(rules, f"sync={self.sync}", "set sync: synchronous")
-
-    def _require_lanes(self, lanes: int) -> None:
-        """Refuses settings with which the weights would depend on more than the data."""
-        inexact = sorted(requested_sharding_types(self.sharding) & INEXACT_REASON.keys())
-        rules = {
-            "world_size": (lanes % self.world_size == 0, f"a divisor of lanes={lanes}"),
-            "batch_rows": (self.batch_rows >= lanes, f"at least lanes={lanes}, one row per lane"),
-            "sync": (self.sync == "synchronous", "synchronous, since other ranks update in no fixed order"),
-            "device": (self.device != "cuda", "auto or cpu, since sums on CUDA have no fixed order"),
-            "embedding_kernel": (
-                self.embedding_kernel != "fbgemm",
-                "auto or numba, since FBGEMM's kernel adds gradients in no fixed order",
-            ),
-            "table_precision": (self.table_precision == "fp32", "fp32, since the numba kernel has no other"),
-            "vector_communication": (
-                self.vector_communication == "fp32",
-                "fp32, since only vectors that are sent would be rounded",
-            ),
-            "gradient_communication": (
-                self.gradient_communication == "fp32",
-                "fp32, since only gradients that are sent would be rounded",
-            ),
-            "compile": (not self.compile, "false, since the code depends on the sizes that came first"),
-        }
-        self._require_all(rules, f"lanes={lanes}", "leave out lanes")
-        if inexact:
-            raise ConfigError(
-                f"training.sharding '{inexact[0]}' with lanes={lanes}",
-                "table_wise, or column_wise or table_column_wise with an element-wise table optimizer",
-                f"{inexact[0]}, {INEXACT_REASON[inexact[0]]}", "Change it, or leave out lanes.",
-            )  # fmt: skip
-
-    def _require_elastic(self, least: int) -> None:
-        """Refuses settings with which fewer ranks cannot continue, or would end with other weights."""
-        rules = {
-            "launcher": (self.launcher == "ray", "ray, which knows the room of its nodes"),
-            "lanes": (self.lanes is not None, "a number: the weights then do not depend on the ranks"),
-            "world_size": (self.world_size >= least, "at least as many"),
-            "hosts": (self.hosts == 1, "1, since hosts that remain may not have as many ranks each"),
-            "hang_seconds": (
-                self.hang_seconds is None or self.hang_seconds >= LEAST_HANG_SECONDS,
-                f"{LEAST_HANG_SECONDS} or more, since the search for room takes minutes",
-            ),
-        }
-        self._require_all(rules, f"least_ranks={least}", "leave out least_ranks")
-        if self.world_size > least and len(self.rank_numbers) == 1:
-            fitting = [n for n in range(1, self.world_size) if (self.lanes or 1) % n == 0]
-            raise ConfigError(
-                "training.least_ranks", f"{fitting[-1]} or less, the next divisor of lanes={self.lanes}", f"{least}",
-                "Lower it, or leave it out.",
             )  # fmt: skip
 
     @property

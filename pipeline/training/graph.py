@@ -12,7 +12,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 
 from pipeline.data.batch import Batch
 from pipeline.training.config import TrainConfig
+from pipeline.training.learner import Learner
 from pipeline.training.loss import dense_precision, loss_sums
+from pipeline.training.state.progress import TrainingProgress
+from pipeline.training.step import WholeStep
 
 WARM_UP = 3
 """Passes before the capture, in which libraries choose their algorithms and take their memory."""
@@ -146,16 +149,39 @@ class _Scorer(nn.Module):
         return logits_B
 
 
-def build_graph(
-    model: DistributedModelParallel, config: TrainConfig, dense: list[nn.Parameter], device: torch.device, draws: bool
-) -> DenseGraph | None:
-    """Returns the graph of a rank on CUDA. None: its steps launch kernels one by one.
+class GraphStep(WholeStep):
+    """Trains the rows as `WholeStep` does, with the dense part as one CUDA graph. Results are the same bit for bit."""
+
+    def __init__(self, learner: Learner, seed: int) -> None:
+        super().__init__(learner, seed)
+        self.graph = DenseGraph(learner.model, learner.config, learner.dense)
+
+    def update(self, batch: Batch, progress: TrainingProgress) -> bool:
+        """See `TrainStep`."""
+        graph, dense = self.graph, self.learner.dense
+        if not graph.fits(batch):
+            return super().update(batch, progress)
+        pooled_BFE = graph.inner.pool(batch.sparse)
+        results = graph.differentiate(pooled_BFE, batch)
+        self.send_ids()
+        if self.skips(results.losses):
+            return False
+        average = graph.begin_average()
+        pooled_BFE.backward(results.pooled_gradient_BFE)  # updates the tables
+        average()
+        for parameter, gradient in zip(dense, results.gradients, strict=True):
+            parameter.grad = gradient
+        self.learner.update_dense()
+        self.sums += results.sums
+        return True
+
+
+def can_capture(learner: Learner) -> bool:
+    """Whether the dense part can be a graph. Otherwise steps launch kernels one by one.
 
     Dropout draws new numbers at every step, which a graph would not. Compiled code reads the parameters themselves,
     which a graph of several ranks must not.
-
-    Args:
-        draws: Whether the model has dropout.
     """
-    fitting = device.type == "cuda" and not draws and not (config.compile and dist.get_world_size() > 1)
-    return DenseGraph(model, config, dense) if fitting and config.cuda_graph else None
+    config = learner.config
+    fitting = not learner.draws and not (config.compile and dist.get_world_size() > 1)
+    return config.cuda_graph and fitting and learner.device.type == "cuda"

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 
 from pipeline.data.batch import Batch
 from pipeline.training.config import TrainConfig
+from pipeline.training.learner import Learner
 from pipeline.training.loss import dense_precision, loss_sums
+from pipeline.training.state.progress import LossSums, TrainingProgress
+from pipeline.training.step import TrainStep
 
 
 class LaneResults(NamedTuple):
@@ -166,6 +170,43 @@ class Lanes:
         """Runs the lanes that have rows on this rank's threads. Returns their results in the order of the lanes."""
         lanes = [(at, rows) for at, rows in enumerate(self.cut(batch)) if rows.start < rows.stop]
         return list(self.threads.map(run, *zip(*lanes, strict=True))) if lanes else []
+
+
+class LaneStep(TrainStep):
+    """Trains this rank's rows lane by lane, on one thread beside those of the lanes."""
+
+    def __init__(self, learner: Learner, seed: int) -> None:
+        super().__init__(learner, seed)
+        self.lanes = Lanes(learner.model, learner.config, learner.dense)
+        self.sums = torch.zeros(len(self.lanes.own), 4, dtype=torch.float64)
+        """Of each lane."""
+        self.reseeds = False  # each lane has a seed
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Batch | None]]:
+        """See `TrainStep`. A list that rows share would add their gradients first, but only if they share a rank."""
+        return super().feed(batch.plain for batch in batches)
+
+    def update(self, batch: Batch, progress: TrainingProgress) -> bool:
+        """See `TrainStep`."""
+        batch = batch.plain
+        with one_thread():
+            pooled_BFE = self.lanes.pool(batch)
+            self.send_ids()
+            seed = partial(lane_seed, self.seed, progress.steps) if self.learner.draws else None
+            results = self.lanes.differentiate(pooled_BFE, batch, seed)
+            if self.skips(results.losses):
+                return False
+            self.lanes.update_tables(results)
+            self.lanes.set_gradients(results)
+            self.learner.update_dense()
+            self.sums += results.sums
+        return True
+
+    def take_sums(self) -> LossSums:
+        """See `TrainStep`. The lanes are added in their order."""
+        total = self.lanes.add(self.sums)
+        self.sums.zero_()
+        return LossSums.of(total)
 
 
 def add_in_order(values_NP: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ def main(path: str, address: str) -> None:
         Limits(deadline_seconds=550, hang_seconds=120, restart_limit=2),
         spec.training.rank_numbers,
     )
-    module, folder = "pipeline.jobs.training.rank", Path(spec.folder)
+    module, folder = "pipeline.jobs.training.rank.main", Path(spec.folder)
     result = run_ranks_on_ray(
         module, spec, folder, ranks, 1, limits, show, ROOT, address, spec.training.resources, fewer=fewer
     )

@@ -30,7 +30,7 @@ def hosts(make_network: Callable[[], Network]) -> tuple[Host, Host]:
 def follow(spec: RankSpec, handle: Callable[[Event], None], **limits: int) -> Event:
     folder, limit = Path(spec.folder), Limits(deadline_seconds=550, **limits)
     given = (spec.training.world_size, 1, limit, handle, ROOT, spec.training.hosts)
-    return follow_ranks("pipeline.jobs.training.rank", spec, folder, *given)
+    return follow_ranks("pipeline.jobs.training.rank.main", spec, folder, *given)
 
 
 def torchrun(hosts: Sequence[Host], command: str, folder: Path) -> "list[subprocess.Popen[bytes]]":

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.data.selection import Selection
-from pipeline.jobs.training import rank
+from pipeline.jobs.training.rank.main import train
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
@@ -140,7 +140,7 @@ class Run:
 def start(spec: RankSpec, on_event: Callable[[Event], object], deadline: int = 250, **limits: Any) -> Event:
     world_size = spec.training.world_size
     limit = Limits(deadline_seconds=deadline, **limits)
-    return run_ranks("pipeline.jobs.training.rank", spec, Path(spec.folder), world_size, 1, limit, on_event, ROOT)
+    return run_ranks("pipeline.jobs.training.rank.main", spec, Path(spec.folder), world_size, 1, limit, on_event, ROOT)
 
 
 def completed(spec: RankSpec) -> Run:
@@ -151,7 +151,7 @@ def completed(spec: RankSpec) -> Run:
 def completed_here(spec: RankSpec, device: torch.device) -> Run:
     """A training of one rank in this process."""
     events: list[Event] = []
-    rank.train(spec, 0, device, events.append)
+    train(spec, 0, device, events.append)
     return Run(spec, events[-1], events)
 
 

@@ -12,21 +12,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pipeline.data.batch import Batch
-from pipeline.data.position import Position
+from pipeline.data.position import NO_TIMES, Position
 from pipeline.errors import ContractError
+from pipeline.training import trainer as trainer_module
 from pipeline.training.config import TrainConfig
+from pipeline.training.learner import Learner
+from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
-from pipeline.training.state.async_checkpoint import AsyncCheckpointer
 from pipeline.training.state.checkpoint import BEST, STEP
 from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.state.progress import LossSums, TrainingProgress
-from pipeline.training.trainer import Trainer
+from pipeline.training.step import TrainStep
+from pipeline.training.trainer import Trainer, TrainingData
 from tests.simulation import disk
 from tests.simulation.disk import Disk, Killed
 from tests.simulation.outcome import Outcome, scratch
@@ -49,59 +53,81 @@ class Truth:
     """The same, including saves that did not end."""
 
 
-class SmallTrainer(Trainer):
-    """The real trainer of a model of one tensor.
+class SmallLearner(Learner):
+    """A model of one tensor."""
+
+    def __init__(self) -> None:
+        self.model, self.average, self.device = nn.Module(), None, torch.device("cpu")  # type: ignore[assignment]
+        self.weights = torch.zeros(3)
+
+    def state(self) -> dict[str, Any]:
+        return {"model/weights": self.weights}
+
+
+class SmallStep(TrainStep):
+    """Adds a number to the tensor.
 
     Args:
         variant: Attempts of another variant train differently, for example because other rows were lost.
     """
 
+    learner: SmallLearner
+
+    def __init__(self, run: "Run", variant: int) -> None:
+        self.run, self.variant, self.learner, self.prefetcher = run, variant, SmallLearner(), None
+        self.sums = torch.zeros(4, dtype=torch.float64)
+
+    def train(self, batch: Batch, coming: Batch | None, progress: TrainingProgress) -> bool:
+        return self.update(batch, progress)
+
+    def update(self, batch: Batch, progress: TrainingProgress) -> bool:
+        self.learner.weights += self.run.number("step", progress.steps, self.variant)
+        return True
+
+
+class SmallRestore(Restore):
+    """Tells the run what is loaded."""
+
+    def __init__(self, run: "Run") -> None:
+        super().__init__(Checkpoints(run.folder), IDENTITY, otherwise=run.check_none)
+        self.run = run
+
+    def load(self, learner: Learner, folder: Path) -> TrainingProgress:
+        progress = super().load(learner, folder)
+        self.run.check_loaded(folder.name, (progress.steps, tuple(learner.state()["model/weights"].tolist())))
+        return progress
+
+
+class SmallTrainer(Trainer):
+    """The real trainer of a model of one tensor."""
+
+    learner: SmallLearner
+
     def __init__(self, run: "Run", variant: int) -> None:
         self.run, self.variant = run, variant
-        self.model = nn.Module()  # type: ignore[assignment]
-        self.weights = torch.zeros(3)
-        self.config, self.batches, self.validation = run.config, self.make_batches, self.measure
-        self.emit, self.seed, self.device = run.note, 0, torch.device("cpu")
-        self.identity, self.begin, self.lost, self.keeps_lost = IDENTITY, run.check_none, None, True
-        self.prefetcher = self.average = self.lanes = self.threads = None
-        self.checkpoints = Checkpoints(run.folder)
-        self.checkpointer = AsyncCheckpointer(run.config.checkpoint_async, self.checkpoints)
+        with patch.object(trainer_module, "choose_step", lambda *_: SmallStep(run, variant)):
+            data, model = TrainingData(self.make_batches, self.measure), nn.Module()
+            super().__init__(model, run.config, data, SmallRestore(run), run.note, 0, torch.device("cpu"))  # type: ignore[arg-type]
         self.checkpointer.group = self.checkpointer.votes = dist.group.WORLD
-        self.progress = TrainingProgress()
-        self.window = torch.zeros(4, dtype=torch.float64)
-        self.times, self.step_seconds = [], 0.0
 
     def make_batches(self, position: Position) -> Iterator[Batch]:
         for number in range(position.batches, self.run.steps):
-            yield SimpleNamespace(  # type: ignore[misc]
-                position=position.model_copy(update={"batches": number + 1}), global_rows=1, to=lambda device: None
-            )
-
-    def steps(self) -> Iterator[tuple[Batch, Batch | None]]:
-        return ((batch, None) for batch in self.batches(self.progress.position))
-
-    def train_step(self, batch: Batch, coming: Batch | None = None) -> None:
-        self.weights += self.run.number("step", self.progress.steps, self.variant)
+            after = position.model_copy(update={"batches": number + 1})
+            batch: Any = SimpleNamespace(position=after, global_rows=1, times=NO_TIMES)
+            batch.to = lambda device, batch=batch: batch
+            yield batch
 
     def measure(self, model: Any) -> LossSums:
         ne = self.run.number("ne", self.progress.steps, self.variant)
         return LossSums(rows=100.0, loss=100.0 * ne * math.log(2.0), labels=50.0, predictions=50.0)
 
-    def state(self) -> dict[str, Any]:
-        return {"model/weights": self.weights}
-
     def save(self, name: str | None = None) -> None:
         label = name or f"step-{self.progress.steps:010d}"
-        written = self.progress.steps, tuple(self.weights.tolist())
+        written = self.progress.steps, tuple(self.learner.weights.tolist())
         self.run.truth.begun.setdefault(label, []).append(written)
         if label in self.run.rotten:
             self.run.rotten[label] = False
         super().save(name)
-
-    def load(self, folder: Path) -> None:
-        super().load(folder)
-        found = self.progress.steps, tuple(self.weights.tolist())
-        self.run.check_loaded(folder.name, found)
 
 
 class Run:
@@ -222,11 +248,12 @@ class Run:
             for other in [other for other in self.truth.sealed if STEP.match(other) and other > name]:
                 del self.truth.sealed[other]
 
-    def check_none(self, trainer: Trainer) -> None:
+    def check_none(self, restore: Restore, learner: Learner) -> TrainingProgress:
         """A training starts from nothing only if there is nothing whole."""
         whole = [name for name in self.truth.sealed if STEP.match(name) and name not in self.rotten]
         require(not whole, f"the training starts again, and {whole} are whole")
         self.truth.sealed = {name: saved for name, saved in self.truth.sealed.items() if not STEP.match(name)}
+        return TrainingProgress()
 
     def check_end(self, trainer: SmallTrainer) -> None:
         """The best weights are served, old checkpoints are gone, and nothing is left over."""
@@ -235,7 +262,7 @@ class Run:
         assert served is not None
         require(final.best_step is not None and served.name == BEST, "the best model is not served")
         found = checkpoint.read_progress(served)["steps"], tuple(checkpoint.export(served)["weights"].tolist())
-        require(found == (trainer.progress.best_step, tuple(trainer.weights.tolist())), f"{found} is served")
+        require(found == (trainer.progress.best_step, tuple(trainer.learner.weights.tolist())), f"{found} is served")
         saved = [*self.truth.sealed.get(BEST, [])[-1:], self.truth.begun[BEST][-1]]
         require(found in saved, f"{found} is served, not one of {saved}")
         kept = [path.name for path in checkpoint.list_checkpoints(self.folder)]

@@ -8,8 +8,8 @@ import pytest
 from pipeline.jobs.training import finish
 from pipeline.jobs.upkeep import clean
 from pipeline.registration import aliases, register
+from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
-from pipeline.training.trainer import Trainer
 from storage.durable import _SyncedFile
 from storage.warehouse import Warehouse
 from tests.simulation import checkpoints, registry, tables
@@ -39,7 +39,7 @@ BUGS: dict[str, Bug] = {
         checkpoints.play, checkpoint, "prune", "if folder.name <= newest.name", "",
     ),
     "the best model of another attempt counts for that of this one": (
-        checkpoints.play, Trainer, "finish", "update=best", "update={}",
+        checkpoints.play, Restore, "finish", "update=best", "update={}",
     ),
     "a repeated registration makes a second version": (
         registry.play, finish, "register", "if made is not None:", "if False:",

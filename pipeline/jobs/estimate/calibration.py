@@ -24,7 +24,7 @@ from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.study.points import measure_points
 from pipeline.jobs.training.provenance import read_versions
-from pipeline.jobs.training.rank import takes_cuda
+from pipeline.jobs.training.rank.group import takes_cuda
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.training.config import TrainConfig

@@ -1,6 +1,6 @@
 """A rank of a backtest: evaluates the model on each next day, then trains it as the policy says.
 
-A composition root like `training/rank.py`. Ranks stay alive from day to day, which makes hundreds of days affordable.
+A composition root like `training/rank`. Ranks stay alive from day to day, which makes hundreds of days affordable.
 The weights are those of the daily runs. A test compares them bit for bit.
 """
 
@@ -17,20 +17,18 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from pipeline.evaluation.policy import ChampionStanding, Decision, Policy, decide
-from pipeline.jobs.training.rank import (
-    RankSpec,
-    assemble,
-    open_client,
-    open_event_writer,
-    plan_placement,
-    run_rank,
-)
+from pipeline.jobs.training.rank.group import open_event_writer, run_rank
+from pipeline.jobs.training.rank.main import assemble
+from pipeline.jobs.training.rank.model import open_client, plan_placement
+from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.heartbeat import Heartbeat
+from pipeline.training.metrics import evaluate_sums
+from pipeline.training.restore import take_over
 from pipeline.training.state.progress import LossSums
-from pipeline.training.trainer import Trainer, evaluate_sums
+from pipeline.training.trainer import Trainer
 from storage.warehouse import Warehouse
 
 KEEP_NONE = {"checkpoint_every_steps": None, "checkpoint_every_seconds": None}
@@ -97,7 +95,7 @@ class BacktestRank:
                 self.trained_to = day
             self.emit_day(day, served, decision, rows, time.perf_counter() - began)
         assert self.trainer is not None
-        weights_sha256 = self.trainer.export(None)
+        weights_sha256 = self.trainer.learner.export(None)
         if weights_sha256 is not None:
             self.emit({"event": "result", "weights_sha256": weights_sha256})
 
@@ -154,7 +152,7 @@ class BacktestRank:
             spec.model_copy(update={"training": self.spec.incremental.model_copy(update=KEEP_NONE), "valid": None}),
             self.rank, self.device, self.emit, self.heartbeat,
         )  # fmt: skip
-        self.trainer.take_over(trainer)
+        self.trainer.progress = take_over(self.trainer.learner, trainer.learner, progress)
         return progress.rows
 
     def train_incremental(self, days: Sequence[datetime.date]) -> int:

@@ -22,7 +22,7 @@ from pipeline.jobs.study.quality import check_point_sweep
 from pipeline.jobs.training.identity import describe_joined, semantics
 from pipeline.jobs.training.job import open_run, resolve_dataset
 from pipeline.jobs.training.provenance import read_versions
-from pipeline.jobs.training.rank import takes_cuda
+from pipeline.jobs.training.rank.group import takes_cuda
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.registration.tracking import reporting_unreachable
 from pipeline.training.launch.processes import resolve_threads

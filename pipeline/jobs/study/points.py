@@ -19,7 +19,7 @@ from pipeline.errors import ContractError, TrainingError
 from pipeline.jobs.study.rank import MeasureSpec, MeasureTask
 from pipeline.jobs.study.workload import choose_rows, write_dataset
 from pipeline.jobs.training.job import prepare_rows
-from pipeline.jobs.training.rank import plan_placement
+from pipeline.jobs.training.rank.model import plan_placement
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service

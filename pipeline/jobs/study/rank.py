@@ -1,6 +1,6 @@
 """A rank of an efficiency study: measures speed, memory and the phases of a step, point after point.
 
-A composition root like `training/rank.py`. The same ranks measure many points, since starting them takes longer than
+A composition root like `training/rank`. The same ranks measure many points, since starting them takes longer than
 most points. Steps are those of the trainer on the sharded model. Batches are in memory before the clock starts, or come
 from the preprocessing service.
 """
@@ -30,20 +30,23 @@ from pipeline.characterization.results import Measurement, Spread
 from pipeline.data.batch import Batch
 from pipeline.data.position import NO_TIMES, Position
 from pipeline.errors import ConfigError, ContractError
-from pipeline.jobs.training.rank import build_model, build_unsharded, open_client, open_event_writer, run_rank
+from pipeline.jobs.training.rank.group import open_event_writer, run_rank
+from pipeline.jobs.training.rank.model import build_model, build_unsharded, open_client
 from pipeline.preprocessing.client import InlineSource, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.transport.addresses import ServiceAddress
-from pipeline.training.asynchronous import AsyncTrainer
+from pipeline.training.asynchronous import SharedLearner
 from pipeline.training.config import TrainConfig
 from pipeline.training.interaction import NumbaDots
 from pipeline.training.launch.heartbeat import Heartbeat
+from pipeline.training.restore import Restore
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.tables.bags import NumbaBags
 from pipeline.training.tables.loops import LoopThreads
 from pipeline.training.tables.plan import ShardingPlan
 from pipeline.training.tables.sharding import iter_lookups
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, TrainingData
 from pipeline.transforms.plan.plan import Plan
 
 BATCHES = 8
@@ -184,12 +187,10 @@ class MeasuredPoint:
         task = self.task
         torch.manual_seed(task.seed)
         model, _ = build_model(task, dist.get_world_size(), self.device, drawn=False)
-        kind = Trainer if task.training.sync == "synchronous" else AsyncTrainer
         config = task.training.model_copy(update=KEEP_NOTHING)
         source = self.read_service() if task.service is not None else itertools.cycle(self.kept)
-        self.trainer = kind(
-            model, config, lambda position: source, None, Path(), lambda event: None, task.seed, self.device
-        )
+        data, nothing = TrainingData(lambda position: source), Restore(Checkpoints(Path()))
+        self.trainer = Trainer(model, config, data, nothing, lambda event: None, task.seed, self.device)
         self.trainer.threads = None  # a measured step has the threads that the config gives it
         self.steps = self.trainer.steps()
 
@@ -231,9 +232,9 @@ class MeasuredPoint:
             began = time.perf_counter()
             for _ in range(steps):
                 self.step()
-            self.trainer.await_device()
+            self.trainer.times.await_device(self.device)
             (taken,) = self.gather_slowest([time.perf_counter() - began])
-            self.trainer.times.clear()
+            self.trainer.times.take()
             found.append(taken / steps)
             whole += taken
             if task.seconds is not None and whole > task.seconds and len(found) >= LEAST_REPEATS:
@@ -312,22 +313,20 @@ def load_batches(task: MeasureTask, rank: int) -> list[Batch]:
 def list_parts(trainer: Trainer) -> list[StepPart]:
     """Returns the calls that make up a step. Time in nested calls counts for the inner one."""
     inner: Any = get_unwrapped_module(trainer.model)
+    learner, prefetcher = trainer.learner, trainer.step.prefetcher
     parts = [
         StepPart(inner, "pool", "embedding"),
-        StepPart(trainer.optimizer, "step", "optimizer"),
+        StepPart(learner.optimizer, "step", "optimizer"),
         StepPart(torch.autograd, "backward", BACKWARD),
         StepPart(dist.Work, "wait", "communication", compiled=True),
         *(StepPart(threads, "run", None, compiled=True) for threads in find_loop_threads(trainer.model)),
     ]
-    if trainer.replicated is not None:
-        parts.append(StepPart(trainer.replicated, "step", "optimizer"))
-    if trainer.prefetcher is not None:
-        parts += [
-            StepPart(trainer.prefetcher, "announce", "communication"),
-            StepPart(trainer.prefetcher, "send", "communication"),
-        ]
-    if isinstance(trainer, AsyncTrainer):
-        parts.append(StepPart(trainer, "exchange", "communication"))
+    if learner.replicated is not None:
+        parts.append(StepPart(learner.replicated, "step", "optimizer"))
+    if prefetcher is not None:
+        parts += [StepPart(prefetcher, name, "communication") for name in ("announce", "send")]
+    if isinstance(learner, SharedLearner):
+        parts.append(StepPart(learner, "exchange", "communication"))
     if trainer.config.compile:
         return [*parts, StepPart(inner, "score", "mlp")]
     layers = [layer for layer in (inner.bottom, inner.top, inner.logit) if layer is not None]
@@ -344,8 +343,8 @@ def release_trainer(trainer: Trainer) -> None:
     """Releases what a trainer leaves behind: threads of its kernels, its group, its compiled code."""
     for threads in find_loop_threads(trainer.model):
         threads.close()
-    if isinstance(trainer, AsyncTrainer):
-        trainer.close()
+    if isinstance(trainer.learner, SharedLearner):
+        trainer.learner.close()
         dist.destroy_process_group(trainer.model._env.process_group)  # of this rank alone
     if trainer.config.compile:
         torch._dynamo.reset()

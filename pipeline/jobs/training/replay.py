@@ -18,7 +18,7 @@ from pipeline.jobs.training.provenance import (
     override_recorded,
     restore_config,
 )
-from pipeline.jobs.training.rank import measure_uses, plan_placement
+from pipeline.jobs.training.rank.model import measure_uses, plan_placement
 from pipeline.jobs.training.train import TrainingResult, fetch_served, make_rank_spec, train
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import TRAINED_FROM

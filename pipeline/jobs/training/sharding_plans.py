@@ -17,7 +17,7 @@ from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Progress, format_rows, step
 from pipeline.jobs.training.events import Measured
 from pipeline.jobs.training.job import prepare_rows
-from pipeline.jobs.training.rank import measure_uses, plan_placement
+from pipeline.jobs.training.rank.model import measure_uses, plan_placement
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.training.config import COLUMN_SHARDING, TrainConfig
@@ -186,7 +186,7 @@ def train_plan(spec: RankSpec, candidate: PlanCandidate, show: Any) -> tuple[dic
         show(event)
 
     result = run_ranks(
-        "pipeline.jobs.training.rank",
+        "pipeline.jobs.training.rank.main",
         spec.model_copy(update={"training": training, "placement": candidate.placement, "folder": str(folder)}),
         folder, candidate.world_size, training.threads_per_rank, Limits(training.deadline_seconds), handle, ROOT,
     )  # fmt: skip

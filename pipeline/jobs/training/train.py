@@ -186,7 +186,7 @@ def plan_tables(spec: RankSpec) -> ShardingPlan:
         ContractError: If the tables cannot be sharded as the config says.
     """
     threads = resolve_threads(spec.training.threads_per_rank, spec.training.world_size)
-    answer = run_alone("pipeline.jobs.training.rank", "plan", spec, Path(spec.folder), threads, ROOT)
+    answer = run_alone("pipeline.jobs.training.rank.main", "plan", spec, Path(spec.folder), threads, ROOT)
     return TypeAdapter(ShardingPlan).validate_python(answer["placement"])
 
 
@@ -216,7 +216,7 @@ def _launch(
             fewer=training.rank_numbers[1:],
         )  # fmt: skip
     world, threads = training.world_size, training.threads_per_rank
-    return launch("pipeline.jobs.training.rank", spec, folder, world, threads, limits, on_event, ROOT)
+    return launch("pipeline.jobs.training.rank.main", spec, folder, world, threads, limits, on_event, ROOT)
 
 
 def make_rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:

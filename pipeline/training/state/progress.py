@@ -2,13 +2,19 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
+import torch
 from pydantic import BaseModel, ValidationError
 
 from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position
 from pipeline.errors import TrainingError
 from pipeline.training.state import checkpoint
+from pipeline.training.state.checkpoint import LOWER
+
+SKIPPED_IN_A_ROW = 10
+"""Abort after this many consecutive batches with a non-finite loss."""
 
 
 class LossSums(BaseModel, frozen=True):
@@ -18,6 +24,11 @@ class LossSums(BaseModel, frozen=True):
     loss: float = 0.0
     labels: float = 0.0
     predictions: float = 0.0
+
+    @classmethod
+    def of(cls, sums: torch.Tensor) -> "LossSums":
+        """Takes them from a tensor in this order, [4]."""
+        return cls(**dict(zip(cls.model_fields, sums.tolist(), strict=True)))
 
     def plus(self, other: "LossSums") -> "LossSums":
         """Adds the sums of other rows."""
@@ -102,6 +113,50 @@ class TrainingProgress(BaseModel, frozen=True):
         return self.model_copy(
             update={"steps": self.steps + 1, "rows": self.rows + batch.global_rows, "position": batch.position}
         )
+
+    def after_try(self, skipped: bool) -> "TrainingProgress":
+        """Returns the progress with the next batch counted, if it was left out, among those that were.
+
+        Raises:
+            TrainingError: After too many such batches in a row.
+        """
+        if not skipped:
+            return self.model_copy(update={"skipped_in_a_row": 0}) if self.skipped_in_a_row else self
+        if self.skipped_in_a_row + 1 == SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"loss at step {self.steps + 1}", "a finite number", f"none in {SKIPPED_IN_A_ROW} batches in a row",
+                LOWER,
+            )  # fmt: skip
+        counts = {"skipped_batches": self.skipped_batches + 1, "skipped_in_a_row": self.skipped_in_a_row + 1}
+        return self.model_copy(update=counts)
+
+    def after_window(self, sums: LossSums, busy_seconds: float, wait_seconds: float) -> "TrainingProgress":
+        """Returns the progress with the losses and the seconds of the steps since the last report."""
+        first = self.first_sight.plus(sums) if self.position.epoch == 0 else self.first_sight
+        busy, waited = self.busy_seconds + busy_seconds, self.wait_seconds + wait_seconds
+        return self.model_copy(update={"first_sight": first, "busy_seconds": busy, "wait_seconds": waited})
+
+    def after_validation(self, sums: LossSums) -> "TrainingProgress":
+        """Returns the progress with a validation of this step. `worse_validations` is 0 if it is the best so far.
+
+        Raises:
+            TrainingError: If the loss is not finite or NE is undefined.
+        """
+        ne = sums.ne
+        if not math.isfinite(sums.loss):
+            raise TrainingError(f"validation loss at step {self.steps}", "a finite number", f"{sums.loss}", LOWER)
+        if ne is None:
+            raise TrainingError("validation rows", "both labels", "only one", "Choose other validation rows.")
+        update: dict[str, Any] = {"validated_step": self.steps, "valid_ne": ne}
+        if self.best_ne is None or ne < self.best_ne:
+            update |= {"worse_validations": 0, "best_ne": ne, "best_step": self.steps}
+        else:
+            update["worse_validations"] = self.worse_validations + 1
+        return self.model_copy(update=update)
+
+    def has_stopped(self, patience: int | None) -> bool:
+        """Whether training ends because of so many validations without a better NE."""
+        return patience is not None and self.worse_validations >= patience
 
 
 def load_progress(folder: Path) -> TrainingProgress:

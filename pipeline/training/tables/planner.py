@@ -36,12 +36,12 @@ from pipeline.errors import ConfigError, TrainingError
 from pipeline.training.config import (
     COLUMN_SHARDING,
     HOST_SHARDING,
-    INEXACT_REASON,
     ROW_SHARDING,
     TrainConfig,
     requested_sharding_type,
 )
 from pipeline.training.optim import TABLE_OPTIMIZERS
+from pipeline.training.support import INEXACT_REASON
 from pipeline.training.tables.bags import require_fbgemm, uses_fbgemm
 from pipeline.training.tables.partitioner import LargestDifferencing
 from pipeline.training.tables.plan import ShardingPlan, TableShard, TableSharding

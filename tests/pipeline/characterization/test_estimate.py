@@ -21,11 +21,13 @@ from pipeline.characterization.estimate import (
     estimate_memory,
     has_room,
 )
-from pipeline.jobs.training.rank import build_model, open_client
+from pipeline.jobs.training.rank.model import build_model, open_client
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import InlineSource
+from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
-from pipeline.training.trainer import Trainer
+from pipeline.training.state.checkpoints import Checkpoints
+from pipeline.training.trainer import Trainer, TrainingData
 
 BAGS = [SparseFeature("a", "t", 9, "sum"), SparseFeature("b", "t", 9, "sum"), SparseFeature("c", "u", 50, "mean")]
 SETTINGS: list[dict[str, Any]] = [
@@ -59,7 +61,8 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
     reader = open_client(
         spec, InlineSource({"train": spec.train}, spec.preprocessing), "train", spec.train, 0, shuffled=True
     )
-    trainer = Trainer(model, spec.training, reader.batches, None, tmp_path / "made", lambda event: None, 1, device)
+    data, restore = TrainingData(reader.batches), Restore(Checkpoints(tmp_path / "made"))
+    trainer = Trainer(model, spec.training, data, restore, lambda event: None, 1, device)
     trainer.train()
     kept = MemorySetup(
         table_optimizer=spec.training.table_optimizer, dense_optimizer=spec.training.dense_optimizer,
@@ -68,7 +71,7 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
     shape = derive_shape(spec.model, len(spec.train.plan.dense), spec.train.plan.sparse)
     parts = [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()]
     memory = estimate_memory(shape, kept, parts, 160, 40.0, 0)
-    state = {name: _bytes(tensor) for name, tensor in trainer.state().items()}
+    state = {name: _bytes(tensor) for name, tensor in trainer.learner.state().items()}
     steps = sum(size for name, size in state.items() if name.endswith("/step"))
     assert memory.tables == sum(size for name, size in state.items() if "embeddings" in name and name[0] != "a")
     assert memory.average == sum(size for name, size in state.items() if name.startswith("average/"))

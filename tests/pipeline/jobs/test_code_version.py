@@ -9,7 +9,7 @@ import pytest
 from pipeline.config import load
 from pipeline.jobs import code_version
 from pipeline.jobs.code_version import CodeVersion
-from pipeline.jobs.training import rank
+from pipeline.jobs.training.rank import main
 from pipeline.jobs.training.train import note_changes
 from pipeline.jobs.workspace import Workspace
 
@@ -79,12 +79,12 @@ def test_the_code_of_the_ranks_is_that_which_their_server_imported(
 ) -> None:
     """The files may have changed since, by an update of the checkout or a commit."""
     read = functools.cache(code_version.read_code.__wrapped__)
-    monkeypatch.setattr(rank, "read_code", read)
+    monkeypatch.setattr(main, "read_code", read)
     monkeypatch.setattr(code_version, "PACKAGES", tmp_path)
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "x.py").write_text("1")
     imported = code_version.hash_sources()
-    rank.preload()
+    main.preload()
     (tmp_path / "pipeline" / "x.py").write_text("2")
     assert code_version.hash_sources() != imported
     assert read().sources == imported

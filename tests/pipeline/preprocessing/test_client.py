@@ -13,7 +13,7 @@ import torch
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
 from pipeline.errors import ContractError, DataError
-from pipeline.jobs.training.rank import build_model
+from pipeline.jobs.training.rank.model import build_model
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
@@ -21,8 +21,10 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.executors import InlineExecutor
 from pipeline.preprocessing.service import Service
+from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
-from pipeline.training.trainer import Trainer
+from pipeline.training.state.checkpoints import Checkpoints
+from pipeline.training.trainer import Trainer, TrainingData
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
     EXECUTORS,
@@ -371,7 +373,8 @@ def test_training_on_the_service_gives_the_weights_of_the_plain_reader(
     def trained(name: str, batches: Callable[[Position], object]) -> dict[str, torch.Tensor]:
         spec = rank_spec(tmp_path / name, epochs=2)
         model, _ = build_model(spec, 1, device)
-        trainer = Trainer(model, spec.training, batches, None, tmp_path / name, lambda _: None, spec.seed, device)  # type: ignore[arg-type]
+        data, restore = TrainingData(batches), Restore(Checkpoints(tmp_path / name))  # type: ignore[arg-type]
+        trainer = Trainer(model, spec.training, data, restore, lambda _: None, spec.seed, device)
         assert trainer.train().rows == 2 * 2481
         weights = checkpoint.full_state(trainer.model.state_dict())
         assert weights is not None

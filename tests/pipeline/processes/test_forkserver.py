@@ -169,7 +169,7 @@ def test_nothing_outlives_the_parent(tmp_path: Path, when: str) -> None:
     assert psutil.wait_procs(family, timeout=20)[1] == []
 
 
-@pytest.mark.parametrize("module", ["pipeline.jobs.training.rank", "pipeline.preprocessing.executors"])
+@pytest.mark.parametrize("module", ["pipeline.jobs.training.rank.main", "pipeline.preprocessing.executors"])
 def test_imports_leave_no_thread_that_a_fork_would_lose(module: str) -> None:
     """But for two kinds that know forks: those of OpenBLAS, of which one core has none, and jemalloc's own."""
     program = f"""
@@ -211,7 +211,7 @@ def test_ranks_and_workers_of_one_thread_share_a_server(monkeypatch: pytest.Monk
     monkeypatch.setattr(forkserver, "_server", lambda modules, *rest: started.append(tuple(modules)))
     for threads in (1, 2):
         start_fork_servers(load(ROOT / "configs/smoke.yaml", {"training.threads_per_rank": threads}))
-    config, rank, worker = "pipeline.config", "pipeline.jobs.training.rank", "pipeline.preprocessing.executors"
+    config, rank, worker = "pipeline.config", "pipeline.jobs.training.rank.main", "pipeline.preprocessing.executors"
     assert started == [(config, rank, worker), (config, rank), (worker,)]
 
 

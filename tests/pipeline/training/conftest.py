@@ -9,11 +9,13 @@ import torch
 
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
-from pipeline.jobs.training.rank import build_model, open_client
+from pipeline.jobs.training.rank.model import build_model, open_client
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
+from pipeline.training.restore import Restore
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.state.progress import LossSums
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, TrainingData
 
 
 @pytest.fixture
@@ -33,9 +35,8 @@ def make_trainer(
         model, _ = build_model(spec, 1, device)
         events: list[dict[str, Any]] = []
         source = batches or train_batches(spec).batches
-        return Trainer(
-            model, spec.training, source, validate, tmp_path / "checkpoints", events.append, spec.seed, device
-        ), events
+        data, restore = TrainingData(source, validate), Restore(Checkpoints(tmp_path / "checkpoints"))
+        return Trainer(model, spec.training, data, restore, events.append, spec.seed, device), events
 
     return make
 

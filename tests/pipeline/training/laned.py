@@ -20,11 +20,14 @@ from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
-from pipeline.jobs.training.rank import start_group
+from pipeline.jobs.training.rank.group import start_group
 from pipeline.training.config import TrainConfig
+from pipeline.training.metrics import evaluate_sums
+from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.tables.model import shard_model
-from pipeline.training.trainer import Trainer, evaluate_sums
+from pipeline.training.trainer import Trainer, TrainingData
 from storage.artifacts import write_json
 
 SEED, DENSE = 5, 13
@@ -117,7 +120,8 @@ def make_trainer(config: TrainConfig, dropout: float, weighted: bool = False) ->
         SEED,
         model.embedding_init,
     )
-    return Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, torch.device("cpu"))
+    data, restore = TrainingData(lambda position: iter(())), Restore(Checkpoints(Path()))
+    return Trainer(sharded, config, data, restore, print, SEED, torch.device("cpu"))
 
 
 def mine(weighted: bool = False) -> Iterator[Batch]:
@@ -130,15 +134,15 @@ def trained(spec: Cases, name: str, folder: Path) -> dict[str, Any] | None:
     dropout, weighted = settings.pop("dropout", 0.0), settings.pop("weighted", False)
     config = training(spec.world_size, **settings)
     trainer = make_trainer(config, dropout, weighted)
-    trainer.checkpoints.folder = folder / name
+    trainer.restore.checkpoints.folder = folder / name
     if spec.start is not None:
-        trainer.load(Path(spec.start) / name / "end")
+        trainer.progress = trainer.restore.load(trainer.learner, Path(spec.start) / name / "end")
     losses = []
-    trainer.batches = lambda position: itertools.islice(mine(weighted), *spec.batches)
+    trainer.data = TrainingData(lambda position: itertools.islice(mine(weighted), *spec.batches))
     for batch, coming in trainer.steps():
         trainer.train_step(batch, coming)
         trainer.progress = trainer.progress.after(batch)
-        losses.append(trainer.take_window().loss)
+        losses.append(trainer.step.take_sums().loss)
     weights = checkpoint.full_state(trainer.model.state_dict())
     trainer.save("end")
     trainer.checkpointer.wait()
@@ -147,7 +151,7 @@ def trained(spec: Cases, name: str, folder: Path) -> dict[str, Any] | None:
         sums = evaluate_sums(trainer.model, mine(weighted), trainer.device, config)
     if weights is None:
         return None
-    state = checkpoint.read_whole(trainer.checkpoints.folder / "end", "model/", "dense/", "tables/")
+    state = checkpoint.read_whole(trainer.restore.checkpoints.folder / "end", "model/", "dense/", "tables/")
     return {"weights": digest(weights), "state": digest(state), "losses": losses, "validation": sums.model_dump()}
 
 

@@ -21,11 +21,13 @@ from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
-from pipeline.jobs.training.rank import start_group
+from pipeline.jobs.training.rank.group import start_group
 from pipeline.training.config import TrainConfig
+from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.tables import model, shared
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, TrainingData
 from storage.artifacts import write_json
 
 SEED = 5
@@ -125,13 +127,14 @@ def trained(
     whole = DLRM(MODEL, DENSE, [bags[at] for at in ORDER] if given.reordered else bags, device="meta")
     with patch.object(shared, "share_memory", lambda *_: None) if given.apart else nullcontext():
         sharded, _ = model.shard_model(whole, config, device, SEED, MODEL.embedding_init)
-    trainer = Trainer(sharded, config, lambda position: iter(()), None, Path(), print, SEED, device)
+    data = TrainingData(lambda position: iter(()))
+    trainer = Trainer(sharded, config, data, Restore(Checkpoints(Path())), print, SEED, device)
     losses = []
     for batch in batches(dist.get_rank(), dist.get_world_size(), given.weighted, given.uneven):
         if given.reordered:
             batch = replace(batch, sparse=batch.sparse.permute(ORDER))
         trainer.train_step(batch.to(device))
-        losses.append(trainer.take_window().loss / ROWS)
+        losses.append(trainer.step.take_sums().loss / ROWS)
     return losses, checkpoint.full_state(sharded.state_dict())
 
 

@@ -14,20 +14,22 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.data.selection import Selection
-from pipeline.errors import ConfigError, TrainingError
-from pipeline.jobs.training.rank import build_model
+from pipeline.errors import TrainingError
+from pipeline.jobs.training.rank.model import build_model
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.training.asynchronous import AsyncTrainer
+from pipeline.training.asynchronous import SharedLearner
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.state.progress import LossSums
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, TrainingData
 from tests.pipeline.conftest import DAYS, completed_here
 from tests.pipeline.training.conftest import train_batches
-from tests.pipeline.training.plain_loop import STEPS, PlainLoop, same, scripted, weights_of
+from tests.pipeline.training.loops import STEPS, PlainLoop, same, scripted, weights_of
 
 ROOT = Path(__file__).resolve().parents[3]
 Maker = Callable[..., Trainer]
@@ -40,9 +42,8 @@ def make(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path: Pat
     def maker(folder: str, validate: Callable[[Any], LossSums] | None = None, **training: Any) -> Trainer:
         spec = rank_spec(tmp_path / folder, **training)
         model, _ = build_model(spec, 1, device)
-        kind = Trainer if spec.training.sync == "synchronous" else AsyncTrainer
-        source = train_batches(spec).batches
-        return kind(model, spec.training, source, validate, tmp_path / folder, lambda event: None, spec.seed, device)
+        data, restore = TrainingData(train_batches(spec).batches, validate), Restore(Checkpoints(tmp_path / folder))
+        return Trainer(model, spec.training, data, restore, lambda event: None, spec.seed, device)
 
     return maker
 
@@ -113,7 +114,7 @@ def test_resumed_alone(make: Maker, sync: str) -> None:
     settings = {"sync": sync, "checkpoint_every_steps": 4, "easgd_period_steps": 3}
     whole, cut = make("whole", **settings), make("cut", **settings)
     whole.train()
-    read = cut.batches
+    read = cut.data.batches
 
     def cut_short(position: Any) -> Any:
         for batch in read(position):
@@ -121,48 +122,24 @@ def test_resumed_alone(make: Maker, sync: str) -> None:
                 raise Cut
             yield batch
 
-    cut.batches = cut_short
+    cut.data = TrainingData(cut_short)
     with pytest.raises(Cut):
         cut.train()
     resumed = make("cut", **settings)
-    resumed.restore()
-    assert resumed.progress.steps == 4
-    assert isinstance(resumed, AsyncTrainer)
-    assert all(own.equal(resumed.common[name]) for name, own in resumed.own.items())
+    assert isinstance(resumed.learner, SharedLearner)
+    assert resumed.restore.begin(resumed.learner, print).steps == 4
+    assert all(own.equal(resumed.learner.common[name]) for name, own in resumed.learner.own.items())
     assert resumed.train().steps == STEPS
     if sync == "hogwild":
         assert same(weights_of(resumed), weights_of(whole))
 
 
-WRONG = {
-    "launcher": ("ray", "processes, since ranks share memory of one machine"),
-    "device": ("cuda", "auto or cpu, since tables are shared in host memory"),
-    "sharding": ("row_wise", "auto or table_wise, since every rank uses whole tables"),
-    "embedding_kernel": ("fbgemm", "auto or numba, since FBGEMM's kernel cannot share tables"),
-    "table_precision": ("fp16", "fp32, since the numba kernel has no other"),
-    "vector_communication": ("fp16", "fp32, since no vectors are sent"),
-    "gradient_communication": ("fp16", "fp32, since no gradients are sent"),
-    "on_nonfinite": ("skip", "stop, since ranks do not agree on a batch to leave out"),
-    "checkpoint_every_seconds": (60, "none, since ranks meet by steps"),
-    "average_from_step": (100, "none, since weights never belong to one step"),
-}
-
-
-@pytest.mark.parametrize("key", WRONG)
-@pytest.mark.parametrize("sync", ["easgd", "hogwild"])
-def test_incompatible_settings_are_refused(sync: str, key: str) -> None:
-    value, expected = WRONG[key]
-    with pytest.raises(ConfigError) as caught:
-        TrainConfig(**{"sync": sync, key: value})
-    assert str(caught.value) == (
-        f"training.{key} with sync={sync}: expected {expected}, got {value}. Change it, or set sync: synchronous."
-    )
-
-
 def run(spec: RankSpec, on_event: Callable[[Event], object] = lambda event: None) -> Event:
     """Trains on real ranks."""
     world_size = spec.training.world_size
-    return run_ranks("pipeline.jobs.training.rank", spec, Path(spec.folder), world_size, 1, Limits(250), on_event, ROOT)
+    return run_ranks(
+        "pipeline.jobs.training.rank.main", spec, Path(spec.folder), world_size, 1, Limits(250), on_event, ROOT
+    )
 
 
 def rank_process(number: int) -> psutil.Process:

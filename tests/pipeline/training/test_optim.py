@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from models.config import DLRMConfig
 from pipeline.errors import ConfigError
-from pipeline.jobs.training.rank import build_model
+from pipeline.jobs.training.rank.model import build_model
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.training.config import TrainConfig
@@ -56,8 +56,8 @@ def test_other_values_are_refused(wrong: dict[str, object]) -> None:
 
 def test_both_optimizers_follow_the_schedule(make_trainer: Callable[..., tuple]) -> None:
     trainer, _ = make_trainer(warmup_steps=4, table_learning_rate=0.4, dense_learning_rate=0.2)
-    LearningRates(trainer.model, trainer.optimizer, trainer.config).set(1)
-    assert {group["lr"] for group in trainer.optimizer.param_groups} == {0.1}
+    LearningRates(trainer.model, trainer.learner.optimizer, trainer.config).set(1)
+    assert {group["lr"] for group in trainer.learner.optimizer.param_groups} == {0.1}
     assert [group["lr"] for group in trainer.model.fused_optimizer.param_groups] == pytest.approx([0.2, 0.2])
 
 
@@ -79,7 +79,7 @@ def test_tables_follow_the_schedule(
 
 def test_the_dense_optimizer_holds_everything_but_the_tables(make_trainer: Callable[..., tuple]) -> None:
     trainer, _ = make_trainer()
-    held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
+    held = [parameter for group in trainer.learner.optimizer.param_groups for parameter in group["params"]]
     names = [name for name, _ in dense_parameters(trainer.model)]
     assert {name.split(".")[0] for name in names} == {"bottom", "top", "logit"}
     assert len(held) == len(names) == 2 * (2 + 1 + 1)

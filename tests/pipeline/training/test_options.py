@@ -41,7 +41,7 @@ def train(make_trainer: Maker, steps: int, **settings: Any) -> tuple[Trainer, di
     trainer, _ = make_trainer(max_steps=steps, checkpoint_every_steps=None, **settings)
     first = weights_of(trainer)
     trainer.train()
-    shutil.rmtree(trainer.checkpoints.folder)
+    shutil.rmtree(trainer.restore.checkpoints.folder)
     return trainer, first
 
 
@@ -107,7 +107,7 @@ def test_adam_is_resumed_bit_by_bit(make_trainer: Maker, tmp_path: Path) -> None
     cut.train()
     (tmp_path / "checkpoints" / "step-0000000009").rename(tmp_path / "gone")
     again, _ = make_trainer(max_steps=9, checkpoint_every_steps=None, table_optimizer="adam")
-    again.restore()
+    again.progress = again.restore.begin(again.learner, print)
     assert again.progress.steps == 5
     again.train()
     found = weights_of(again)

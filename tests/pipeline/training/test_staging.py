@@ -17,10 +17,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from models.dlrm import DLRM, SharedFeatures
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
+from pipeline.training.graph import GraphStep
+from pipeline.training.restore import Restore
 from pipeline.training.staging import AHEAD, Packed, StagedBatches
 from pipeline.training.state.checkpoint import local_parts
+from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.tables.model import shard_model
-from pipeline.training.trainer import Trainer
+from pipeline.training.trainer import Trainer, TrainingData
 from tests.pipeline.training.placements import BAGS, DENSE, MODEL, SEED, WEIGHTED, batches, training
 
 DEVICE = torch.device("cuda", 0)
@@ -82,11 +85,12 @@ def train(given: list[Batch], weighted: bool = False, ranks: int = 1, **settings
     config = training(ranks, "cuda", sharding="table_wise", **settings)
     whole = DLRM(MODEL, DENSE, WEIGHTED if weighted else BAGS, device="meta")
     model, _ = shard_model(whole, config, DEVICE, SEED, MODEL.embedding_init)
-    trainer = Trainer(model, config, lambda position: iter(given), None, Path(), print, SEED, DEVICE)
+    data = TrainingData(lambda position: iter(given))
+    trainer = Trainer(model, config, data, Restore(Checkpoints(Path())), print, SEED, DEVICE)
     for batch, coming in trainer.steps():
         trainer.train_step(batch, coming)
-    assert (trainer.graph is not None and bool(trainer.graph.inputs)) == config.cuda_graph
-    trainer.take_window()
+    assert (isinstance(trainer.step, GraphStep) and bool(trainer.step.graph.inputs)) == config.cuda_graph
+    trainer.step.take_sums()
     state = model.state_dict()
     return {name: part.cpu() for name, tensor in state.items() for part in local_parts(tensor)}
 

@@ -74,7 +74,7 @@ def test_a_training_that_changes_threads_learns_the_same_weights(
     for name, value in {"FIRST_STEPS": 2, "TRIAL_STEPS": 2, "TRIAL_SHARE": 1e9, "GAIN": 0.0}.items():
         monkeypatch.setattr(threads, name, value)
     changing, events = make_trainer(**settings)
-    changing.checkpoints.folder = changing.checkpoints.folder.with_name("others")
+    changing.restore.checkpoints.folder = changing.restore.checkpoints.folder.with_name("others")
     changing.train()
     found = [event["threads"] for event in events if event["event"] == "threads"]
     assert len(found) > 3

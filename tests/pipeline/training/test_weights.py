@@ -15,12 +15,13 @@ from pipeline.data.position import Position
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.training.trainer import Trainer, evaluate_sums
+from pipeline.training.metrics import evaluate_sums
+from pipeline.training.trainer import Trainer
 from pipeline.transforms.column import Column
 from tests.pipeline.bags import sparse_tensor
 from tests.pipeline.conftest import completed, completed_here
 from tests.pipeline.preprocessing.reference import bags
-from tests.pipeline.training.plain_loop import weights_of
+from tests.pipeline.training.loops import weights_of
 
 Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
 

@@ -45,7 +45,7 @@ def first(rank_spec: Specs, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     spec = rank_spec(tmp_path_factory.mktemp("first"), **SCRATCH)
     day = spec.train.selection.days[:1]
     spec = spec.model_copy(update={"train": select_days(spec.train, day), "valid": select_days(spec.train, day)})
-    return spec, run("pipeline.jobs.training.rank", spec, Path(spec.folder))[0]
+    return spec, run("pipeline.jobs.training.rank.main", spec, Path(spec.folder))[0]
 
 
 def incremental(rank_spec: Specs, folder: Path, start: Path, day: int, plan: Plan, **training: Any) -> RankSpec:
@@ -61,9 +61,9 @@ def test_a_backtest_makes_the_weights_of_daily_trainings(
     """Two days after the first. Ranks that stay alive and ranks that load checkpoints give the same bits."""
     spec, _ = first
     second = incremental(rank_spec, tmp_path / "second", served(spec), 1, spec.train.plan)
-    run("pipeline.jobs.training.rank", second, tmp_path / "second")
+    run("pipeline.jobs.training.rank.main", second, tmp_path / "second")
     third = incremental(rank_spec, tmp_path / "third", served(second), 2, spec.train.plan)
-    result, _ = run("pipeline.jobs.training.rank", third, tmp_path / "third")
+    result, _ = run("pipeline.jobs.training.rank.main", third, tmp_path / "third")
     days = rank_spec(tmp_path).train.selection.days
     backtest = BacktestSpec(
         scratch=spec.model_copy(update={"folder": str(tmp_path / "backtest")}),
@@ -115,7 +115,7 @@ def test_a_model_with_new_features_keeps_its_predictions(
     completed_here(small, device)
     still = {"table_learning_rate": 1e-30, "dense_learning_rate": 1e-30, "dense_weight_decay": 0.0}
     large = incremental(rank_spec, tmp_path / "large", served(small), 1, fewer, **still)
-    _, events = run("pipeline.jobs.training.rank", large, tmp_path / "large")
+    _, events = run("pipeline.jobs.training.rank.main", large, tmp_path / "large")
     assert [event["new"] for event in events if event["event"] == "grown"] == [["list_items"]]
     probes = [(tmp_path / name / "probe.json").read_text() for name in ("small", "large")]
     values = [torch.tensor([float(part) for part in text.strip("[]\n ").split(",")]) for text in probes]

@@ -22,7 +22,7 @@ class Replay(BacktestRank):
         )
         self.trained_to = self.scratch_day = DAYS[0]
         self.trained = 0
-        self.trainer: Any = SimpleNamespace(export=lambda path: None)
+        self.trainer: Any = SimpleNamespace(learner=SimpleNamespace(export=lambda path: None))
         self.served: list[float] = []
 
     def train_from_scratch(self, days: Any) -> int:

@@ -14,14 +14,16 @@ from pipeline.characterization.config import Workload
 from pipeline.characterization.results import Measurement
 from pipeline.characterization.workload import make_plan
 from pipeline.jobs.study.rank import MeasuredPoint, MeasureSpec, MeasureTask, load_batches, measure_all
-from pipeline.jobs.training.rank import build_model, plan_placement
+from pipeline.jobs.training.rank.model import build_model, plan_placement
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.service import Service
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
+from pipeline.training.restore import Restore
 from pipeline.training.state.checkpoint import full_state
-from pipeline.training.trainer import Trainer
+from pipeline.training.state.checkpoints import Checkpoints
+from pipeline.training.trainer import Trainer, TrainingData
 from tests.pipeline.conftest import ROOT
 
 WORKLOAD = Workload(dense_features=5, sparse_features=4, hash_size=1_000, lookups=3)
@@ -77,9 +79,8 @@ def test_steps_are_those_of_the_trainer(device: torch.device, tmp_path: Path) ->
     batches = load_batches(task, 0)
     model, _ = build_model(task, 1, device, drawn=False)
     config = task.training.model_copy(update={"max_steps": 2 * len(batches), "checkpoint_every_steps": None})
-    trainer = Trainer(
-        model, config, lambda position: itertools.cycle(batches), None, tmp_path, lambda event: None, task.seed, device
-    )
+    data, restore = TrainingData(lambda position: itertools.cycle(batches)), Restore(Checkpoints(tmp_path))
+    trainer = Trainer(model, config, data, restore, lambda event: None, task.seed, device)
     trainer.train_epoch()
     with MeasuredPoint(task, 0, device) as point:
         point.prepare()

@@ -14,10 +14,15 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from pipeline.jobs.training import rank
+from pipeline.jobs.training.rank import main
+from pipeline.jobs.training.rank.group import open_event_writer
+from pipeline.jobs.training.rank.model import build_model
+from pipeline.jobs.training.rank.start import describe_identity
 from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
-from pipeline.training.trainer import Trainer
+from pipeline.training.state.checkpoints import Checkpoints
+from pipeline.training.trainer import Trainer, TrainingData
 
 
 def die(how: str, argument: Any) -> None:
@@ -53,20 +58,20 @@ class Reload(BaseModel, frozen=True):
 def reload(what: Reload, world_size: int, device: torch.device) -> None:
     """Saves the initial state, and the state after loading each checkpoint."""
     spec, folder = what.spec, Path(what.spec.folder)
-    model, _ = rank.build_model(spec, world_size, device)
-    identity = rank.describe_identity(spec)
-    trainer = Trainer(model, spec.training, None, None, folder, lambda event: None, spec.seed, device, identity)  # type: ignore[arg-type]
-    checkpoint.save(folder / "initial", trainer.state(), {})
+    model, _ = build_model(spec, world_size, device)
+    restore = Restore(Checkpoints(folder), describe_identity(spec))
+    trainer = Trainer(model, spec.training, TrainingData(lambda position: iter(())), restore, print, spec.seed, device)
+    checkpoint.save(folder / "initial", trainer.learner.state(), {})
     for name, source in what.sources.items():
-        trainer.load(source)
-        checkpoint.save(folder / name, trainer.state(), {})
+        restore.load(trainer.learner, source)
+        checkpoint.save(folder / name, trainer.learner.state(), {})
 
 
 def reload_all(spec: RankSpec, number: int, device: torch.device) -> None:
-    """Takes the place of `rank.train`."""
+    """Takes the place of `main.train`."""
     for text in json.loads(os.environ["RELOADS"]):
         reload(Reload.model_validate_json(text), spec.training.world_size, device)
-    rank.open_event_writer()({"event": "result"})
+    open_event_writer()({"event": "result"})
 
 
 if __name__ == "__main__":
@@ -76,5 +81,5 @@ if __name__ == "__main__":
             owner: Any = Trainer if name == "train_step" else checkpoint
             setattr(owner, name, dying(getattr(owner, name), when, how, after))
     if "RELOADS" in os.environ:
-        rank.train = reload_all  # type: ignore[assignment]
-    rank.main(sys.argv[1])
+        main.train = reload_all  # type: ignore[assignment]
+    main.main(sys.argv[1])

@@ -25,7 +25,7 @@ def start(spec: RankSpec, on_event: Callable[[Event], object], restart_limit: in
     limits = Limits(deadline_seconds=800, hang_seconds=400, restart_limit=restart_limit)
     ranks = spec.training.world_size
     return run_ranks_on_ray(
-        "pipeline.jobs.training.rank", spec, Path(spec.folder), ranks, 1, limits, on_event, ROOT, None
+        "pipeline.jobs.training.rank.main", spec, Path(spec.folder), ranks, 1, limits, on_event, ROOT, None
     )
 
 

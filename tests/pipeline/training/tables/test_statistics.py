@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from models.config import SparseFeature
-from pipeline.jobs.training.rank import measure_uses
+from pipeline.jobs.training.rank.model import measure_uses
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.training.tables.statistics import LOAD_FACTORS, MeasuredCache, measure_table_use
 from pipeline.transforms.column import Column
@@ -64,7 +64,7 @@ def test_the_sample_is_the_first_training_rows(
     lists = [ids for day in days[:3] for ids in day["list_items"].to_pylist()]
     users = [user for day in days[:3] for user in day["cat_user"].to_pylist()]
     for rows in (10**6, 150):
-        monkeypatch.setattr("pipeline.jobs.training.rank.SAMPLE_ROWS", rows)
+        monkeypatch.setattr("pipeline.jobs.training.rank.model.SAMPLE_ROWS", rows)
         uses: dict[str, Any] = measure_uses(spec)
         lengths = np.array([len(ids or []) for ids in lists[:rows]])
         assert uses["list_items"].filled_share == (np.mean(lengths > 0),)

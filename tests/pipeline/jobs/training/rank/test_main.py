@@ -24,6 +24,7 @@ from models.dlrm import DLRM
 from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training import rank
+from pipeline.jobs.training.rank.model import build_model
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
@@ -420,7 +421,7 @@ def test_state_is_equal_under_every_sharding_plan(
             expected = read_all(path)
             assert {key.split("/")[0] for key in expected} == {"model", "tables", "dense"}
             check_equal(read_all(Path(each.spec.folder) / name), expected)
-        model, _ = rank.build_model(each.spec.model_copy(update={"training": alone.spec.training}), 1, device)
+        model, _ = build_model(each.spec.model_copy(update={"training": alone.spec.training}), 1, device)
         initial = {f"model/{name}": value for name, value in (checkpoint.full_state(model.state_dict()) or {}).items()}
         check_equal(only_model(read_all(Path(each.spec.folder) / "initial")), initial)
 
@@ -505,7 +506,7 @@ class Spec(BaseModel, extra="allow"):
 spec = Spec.model_validate_json(Path(sys.argv[1]).read_text())
 def show(event):
     print(event["event"], flush=True)
-run_ranks("pipeline.jobs.training.rank", spec, spec.folder, 2, 1, Limits(), show, Path.cwd())
+run_ranks("pipeline.jobs.training.rank.main", spec, spec.folder, 2, 1, Limits(), show, Path.cwd())
 """
 
 

@@ -1,20 +1,29 @@
-"""A training as a plain loop, losses by a script, and the weights of a trainer."""
+"""A plain training loop, and what tests of the trainer give it: validations, batches that end or are bad."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
 from pipeline.data.batch import Batch
+from pipeline.data.position import LostRows, Position
+from pipeline.preprocessing.client import Client
 from pipeline.training.state import checkpoint
 from pipeline.training.state.progress import LossSums
 from pipeline.training.trainer import Trainer
 
+Maker = Callable[..., tuple[Trainer, list[dict[str, Any]]]]
 STEPS = 14
 """Batches of an epoch: 13 of 160 rows, and one of a single row."""
+CACHED: dict[str, Any] = {"table_memory": "uvm_caching"}
+"""Tables in host memory. The device caches a fifth, so rows are swapped at every step."""
+ON_CUDA = pytest.mark.gpu
+PLACES = pytest.mark.parametrize("place", [{}, pytest.param(CACHED, marks=ON_CUDA)], ids=["device", "cached"])
+LOST = (LostRows(epoch=0, path="file:///day.parquet", row_group=3, rows=90),)
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -80,3 +89,34 @@ class PlainLoop:
                 moment += table.grad.square().mean(1)
                 table -= self.table_rate * table.grad / (moment.sqrt() + 1e-8)[:, None]
         return losses.detach().double().numpy()
+
+
+class Cut(Exception):
+    """The batch never came."""
+
+
+def cut_after(client: Client, batches: int) -> Callable[[Position], Iterator[Batch]]:
+    """Yields this many of the client's batches, then raises an error."""
+    left = batches
+
+    def stream(position: Position) -> Iterator[Batch]:
+        nonlocal left
+        for batch in client.batches(position):
+            if left == 0:
+                raise Cut
+            left -= 1
+            yield batch
+
+    return stream
+
+
+def poisoned(client: Client, step: int, value: float) -> Callable[[Position], Iterator[Batch]]:
+    """Yields the client's batches. Replaces one dense number of the batch with this index."""
+
+    def stream(position: Position) -> Iterator[Batch]:
+        for batch in client.batches(position):
+            if batch.position.batches == step + 1:
+                batch.dense[3, 1] = value
+            yield batch
+
+    return stream
