@@ -194,7 +194,7 @@ def read_all(spec: DataSpec) -> dict[str, Any]:
     worker.warm_up()
     fragments = worker.fragments()
     warm = time.perf_counter()
-    next(iter(worker._read_chunks(fragments[0], worker.reader)))
+    next(iter(worker._read_chunks(fragments[0], worker.reader)))  # noqa: SLF001
     opened = time.perf_counter()
     rows, read, digest = 0, 0, hashlib.sha256()
     for fragment in fragments:

@@ -134,7 +134,7 @@ def _pyiceberg_share() -> Iterator[Callable[[], float]]:
 
     def sample() -> None:
         while not done.wait(SAMPLE_SECONDS):
-            frame = sys._current_frames().get(thread)
+            frame = sys._current_frames().get(thread)  # noqa: SLF001
             counts[0] += 1
             while frame is not None:
                 if "/pyiceberg/" in frame.f_code.co_filename:

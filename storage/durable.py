@@ -8,6 +8,8 @@ from typing import Any
 from pyarrow.fs import LocalFileSystem
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
+from storage.pyiceberg_private import place_of
+
 
 class DurableFileIO(PyArrowFileIO):
     """pyiceberg's files. Those on a local disk are synced when they are closed."""
@@ -15,9 +17,10 @@ class DurableFileIO(PyArrowFileIO):
     def new_output(self, location: str) -> PyArrowFile:
         """Opens a location for writing."""
         output = super().new_output(location)
-        if not isinstance(output._filesystem, LocalFileSystem):
+        path, files, buffer_bytes = place_of(output)
+        if not isinstance(files, LocalFileSystem):
             return output
-        return _DurableFile(location, output._path, output._filesystem, output._buffer_size)
+        return _DurableFile(location, path, files, buffer_bytes)
 
 
 class _DurableFile(PyArrowFile):

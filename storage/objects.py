@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _WILD = re.compile(r"[*?\[]")
 _ANSWER = re.compile(r"^\w*Error: (.+)", re.MULTILINE)
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
+_ADDRESS = re.compile(r"^[a-z][a-z0-9+.-]+://")
 _VARIABLES = {
     "AWS_DEFAULT_REGION": "client.region",  # pyiceberg prefers s3.region, which a config may give
     "AWS_REGION": "client.region",
@@ -143,7 +143,7 @@ def open_file(address: str, properties: Mapping[str, str]) -> "pa.NativeFile":
     if not is_address(address):
         return pa.memory_map(address)
     store: Any = _open_store(address, properties)
-    return store.fs.open_input_file(store._strip_protocol(address))
+    return store.fs.open_input_file(_path_in(address))
 
 
 class ObjectFolder:
@@ -253,7 +253,7 @@ class ObjectFolder:
     def _asking(self) -> "Iterator[tuple[pa_fs.FileSystem, str]]":
         store: Any = _open_store(self.address, self.properties)
         try:
-            yield store.fs, store._strip_protocol(self.address)
+            yield store.fs, _path_in(self.address)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -297,6 +297,11 @@ def _open_store(address: str, properties: Mapping[str, str]) -> "AbstractFileSys
         raise _unreachable(f"address '{address}'", error) from error
 
 
+def _path_in(address: str) -> str:
+    """Returns the bucket and key of an address, or of what is no address any more."""
+    return _ADDRESS.sub("", address, count=1).rstrip("/")
+
+
 @lru_cache(maxsize=32)
 def _store(scheme: str, bucket: str, properties: tuple[tuple[str, str], ...]) -> "AbstractFileSystem":
     """Returns pyarrow's file system of a bucket with fsspec's methods, which DuckDB calls."""
@@ -311,7 +316,7 @@ def _store(scheme: str, bucket: str, properties: tuple[tuple[str, str], ...]) ->
         def _strip_protocol(cls, path: Any) -> Any:
             if isinstance(path, list):
                 return [cls._strip_protocol(one) for one in path]
-            return str(path).removeprefix(f"{scheme}://").rstrip("/")
+            return _path_in(str(path))
 
     return Store(PyArrowFileIO(dict(properties)).fs_by_scheme(scheme, bucket))
 

@@ -139,6 +139,18 @@ def test_layers_import_downwards_only():
     assert stray == []
 
 
+def test_private_names_of_other_packages_are_used_in_one_place_each():
+    """ruff's SLF finds `package._name`; this finds `from package import _name`, which it does not."""
+    stray = []
+    for package in LAYERS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ImportFrom) and node.module and not path.stem.endswith("_private"):
+                    names = [*node.module.split("."), *(alias.name for alias in node.names)]
+                    stray += [f"{path} imports {name}" for name in names if name.startswith("_") and name[1] != "_"]
+    assert stray == []
+
+
 def test_stages_do_not_import_one_another():
     stray = []
     for path, name in imports():

@@ -8,8 +8,8 @@ from mlflow.entities import Run, ViewType
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
+from pipeline.registration.mlflow_private import erase_run
 from pipeline.registration.tracking import Tracker, is_not_found
 
 PAGE = 500
@@ -86,6 +86,4 @@ def remove_run(tracker: Tracker, run: Run) -> None:
     if run.info.lifecycle_stage == "active":
         tracker.client.delete_run(run_id)
     get_artifact_repository(run.info.artifact_uri, tracking_uri=tracker.uri).delete_artifacts()
-    store = tracker.client._tracking_client.store
-    if isinstance(store, SqlAlchemyStore):
-        store._hard_delete_run(run_id)
+    erase_run(tracker.client, run_id)

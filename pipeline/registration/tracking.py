@@ -16,7 +16,7 @@ import psutil
 import requests
 from mlflow.data.code_dataset_source import CodeDatasetSource
 from mlflow.data.meta_dataset import MetaDataset
-from mlflow.entities import DatasetInput, InputTag, Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -185,7 +185,7 @@ class Tracker:
         """Logs the training data as a data set of the run."""
         source = CodeDatasetSource(tags={"table": table, "snapshot_id": str(snapshot_id)})
         data = MetaDataset(source, name=table, digest=str(snapshot_id)[-12:])  # type: ignore[abstract]
-        entity = data._to_mlflow_entity()
+        entity = Dataset(**data.to_dict())
         self.client.log_inputs(
             run_id, [DatasetInput(entity, [InputTag("mlflow.data.context", f"training, {rows} rows")])]
         )

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from pipeline.search.config import Dimension, PruneConfig, SweepConfig
 from pipeline.search.grid import count_trials, grid_points
+from pipeline.search.optuna_private import continue_trial
 
 if TYPE_CHECKING:
     from optuna.importance import BaseImportanceEvaluator
@@ -101,10 +102,7 @@ class SearchStudy:
         """Returns the next trial to run, or None if there are enough. Interrupted ones come first."""
         with self.lock:
             if self.stale:
-                trial = Trial(
-                    self.study, self.stale.pop(0)._trial_id
-                )  # private, but a new trial would get another number
-                params = {key: trial._suggest(key, kind) for key, kind in self.distributions.items()}
+                trial, params = continue_trial(self.study, self.stale.pop(0), self.distributions)
             else:
                 asked = [trial for trial in self._trials() if trial.state != TrialState.WAITING]
                 if len(asked) >= count_trials(self.config):

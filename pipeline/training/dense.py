@@ -9,6 +9,7 @@ from torch import nn
 from models.dlrm import DLRM
 from models.layers import DotInteraction
 from pipeline.training.interaction import NumbaDots
+from pipeline.training.torch_private import multiply_onednn
 
 
 def use_cpu_modules(model: DLRM, bf16: bool) -> None:
@@ -109,21 +110,16 @@ class OneDnnLinear(nn.Module):
         return out
 
 
-def _multiply(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
-    return out
-
-
 class _Linear(torch.autograd.Function):
     """The gradient of the weights stays with PyTorch: oneDNN is not faster there, because both factors are turned."""
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(inputs, weight)
-        return _multiply(inputs, weight, bias)
+        return multiply_onednn(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:  # type: ignore[override]
         inputs, weight = ctx.saved_tensors
-        of_inputs = _multiply(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
+        of_inputs = multiply_onednn(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
         return of_inputs, gradient.t() @ inputs, gradient.sum(0)

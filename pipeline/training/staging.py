@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.dlrm import SharedFeatures
 from pipeline.data.batch import Batch
+from pipeline.training.tables.torchrec_private import configs_of
 
 AHEAD = 2
 """Batches on the device beside the one that is trained."""
@@ -28,7 +29,7 @@ def move_batches(batches: Iterator[Batch], device: torch.device, model: Distribu
     """
     if device.type != "cuda":
         return (batch.to(device) for batch in batches)
-    tables = get_unwrapped_module(model).embeddings._embedding_bag_configs
+    tables = configs_of(get_unwrapped_module(model).embeddings)
     return StagedBatches(batches, device, max(table.num_embeddings for table in tables) < 2**31).iterate()
 
 

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table.refs import MAIN_BRANCH
-from pyiceberg.table.update import AssertRefSnapshotId
 
 from storage.errors import ConflictError, StorageError
 from storage.keys import SCORES
+from storage.pyiceberg_private import require_unchanged
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.maps import MapEntries, find_keys, map_fields
 from storage.warehouse import Warehouse
@@ -130,7 +130,7 @@ def drop_maps(warehouse: Warehouse, name: str) -> list[str]:
                 with transaction.update_schema() as update:
                     for column in maps:
                         update.delete_column(column)
-                transaction._stage((), (AssertRefSnapshotId(ref=MAIN_BRANCH, snapshot_id=reference.snapshot_id),))
+                require_unchanged(transaction, MAIN_BRANCH, reference.snapshot_id)
     except CommitFailedException as error:
         raise ConflictError(
             f"maps of table '{name}'", "no other writer meanwhile", "another one", "Run the command again."

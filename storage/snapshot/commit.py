@@ -10,8 +10,8 @@ from pyiceberg.manifest import ManifestContent, ManifestFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import SetPropertiesUpdate, TableUpdate
-from pyiceberg.table.update.snapshot import _ManifestMergeManager, _OverwriteFiles
 
+from storage.pyiceberg_private import ManifestMergeManager, OverwriteFiles, keep_updates, table_of
 from storage.snapshot.days import CONTENTS, add_to_properties, to_summary
 
 MOST_MANIFESTS = 100
@@ -43,7 +43,7 @@ class CachedTransaction(Transaction):
         return made[2]
 
 
-class ReplacedDays(_OverwriteFiles):
+class ReplacedDays(OverwriteFiles):
     """An overwrite that drops manifests without files and merges small ones.
 
     pyiceberg carries every manifest of deleted files into all later snapshots and merges none.
@@ -63,21 +63,17 @@ class ReplacedDays(_OverwriteFiles):
     def _commit(self) -> Any:
         """Adds the records. pyiceberg calls it again, on the table's newest state, if another writer came first."""
         transaction = self._transaction
-        transaction._updates = tuple(
-            one
-            for one in transaction._updates
-            if not isinstance(one, SetPropertiesUpdate) or CONTENTS not in one.updates
-        )
+        keep_updates(transaction, lambda one: not isinstance(one, SetPropertiesUpdate) or CONTENTS not in one.updates)
         self.snapshot_properties = to_summary(self.records)
         number = transaction.table_metadata.next_sequence_number()
         updates, requirements = super()._commit()
-        properties = add_to_properties(transaction._table, self.records, number)
+        properties = add_to_properties(table_of(transaction), self.records, number)
         return (*updates, SetPropertiesUpdate(updates=properties)), requirements
 
     def _existing_manifests(self) -> list[ManifestFile]:
         return [one for one in super()._existing_manifests() if one.has_added_files() or one.has_existing_files()]
 
     def _process_manifests(self, manifests: list[ManifestFile]) -> list[ManifestFile]:
-        merge = _ManifestMergeManager(MANIFEST_BYTES, MOST_MANIFESTS, True, self).merge_manifests
+        merge = ManifestMergeManager(MANIFEST_BYTES, MOST_MANIFESTS, True, self).merge_manifests
         rows = [one for one in manifests if one.content == ManifestContent.DATA]
         return merge(rows) + [one for one in manifests if one.content != ManifestContent.DATA]

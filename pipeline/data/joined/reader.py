@@ -160,7 +160,7 @@ class FeatureJoinReader:
         needed = [*columns, *self.late]
         wanted = {source: [name for name in source.schema.names if name in needed] for source in sources}
         self.sides = [SourceColumns(source, names) for source, names in wanted.items() if names]
-        self.inner: SnapshotReader = warehouse.reader(reference, self._own_columns(), early)
+        self.inner: SnapshotReader = warehouse.reader(reference, self.own_columns(), early)
         types = {field.name: field.type for field in [*self.inner.empty().schema, *added]}
         self.types = {name: types[name] for name in self.columns}
         self._keep = None
@@ -168,7 +168,7 @@ class FeatureJoinReader:
             schema = to_filter_schema([*table, *added])
             self._keep, _ = make_mask(late, schema)
 
-    def _own_columns(self) -> list[str]:
+    def own_columns(self) -> list[str]:
         """Returns the columns of the table to read, those to look up by included."""
         joined = {name for side in self.sides for name in side.names}
         needed = [*self.columns, *self.late, *(name for side in self.sides for name in side.needed)]
@@ -179,7 +179,7 @@ class FeatureJoinReader:
         made = copy.copy(self)
         made.columns, needed = list(columns), {*columns, *self.late}
         made.sides = [side for side in self.sides if not needed.isdisjoint(side.names)]
-        made.inner = self.inner.narrow(made._own_columns())
+        made.inner = self.inner.narrow(made.own_columns())
         made.types = {name: self.types[name] for name in made.columns}
         return made
 

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel
-from pyiceberg.io.pyarrow import _pyarrow_to_schema_without_ids
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
 from pipeline.data.files import Stamp, address_of, find_files, fingerprint, stamp
@@ -23,6 +22,7 @@ from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, Histo
 from pipeline.transforms.schema import resolve, unknown_column
 from storage.arrow import is_list
 from storage.filters import check_filter, parse_filter
+from storage.pyiceberg_private import to_schema_without_ids
 from storage.reader import DAY, SnapshotRef
 from storage.snapshot.row_filter import compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse
@@ -279,7 +279,7 @@ def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema
 def to_filter_schema(columns: Iterable[pa.Field]) -> Schema:
     """Returns columns as an Iceberg schema with fresh field ids."""
     fields = [pa.field(field.name, without_field_ids(field.type)) for field in columns]
-    return assign_fresh_schema_ids(_pyarrow_to_schema_without_ids(pa.schema(fields)))
+    return assign_fresh_schema_ids(to_schema_without_ids(pa.schema(fields)))
 
 
 def without_field_ids(kind: pa.DataType) -> pa.DataType:

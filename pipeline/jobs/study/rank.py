@@ -46,6 +46,7 @@ from pipeline.training.tables.bags import NumbaBags
 from pipeline.training.tables.loops import LoopThreads
 from pipeline.training.tables.plan import ShardingPlan
 from pipeline.training.tables.sharding import iter_lookups
+from pipeline.training.tables.torchrec_private import ranks_of
 from pipeline.training.trainer import Trainer, TrainingData
 from pipeline.transforms.plan.plan import Plan
 
@@ -345,9 +346,9 @@ def release_trainer(trainer: Trainer) -> None:
         threads.close()
     if isinstance(trainer.learner, SharedLearner):
         trainer.learner.close()
-        dist.destroy_process_group(trainer.model._env.process_group)  # of this rank alone
+        dist.destroy_process_group(ranks_of(trainer.model))  # of this rank alone
     if trainer.config.compile:
-        torch._dynamo.reset()
+        torch.compiler.reset()
 
 
 def give_memory_back() -> None:

@@ -8,12 +8,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
-from torch.distributed._shard.sharding_spec import ShardMetadata
 
 from pipeline.training.state.checkpoint import STEP, Identity, local_parts
 from pipeline.training.state.checkpoints import Checkpoints
+from pipeline.training.torch_private import Shard, ShardedTensorMetadata, ShardMetadata, join_shards
 
 
 class AsyncCheckpointer:
@@ -154,9 +152,7 @@ def _empty_on_host(tensor: Any) -> Any:
         for shard in shards
         if tuple(shard.shard_offsets) in own
     ]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        copies, ShardedTensorMetadata(shards, known.size, known.tensor_properties), process_group=tensor._process_group
-    )
+    return join_shards(copies, ShardedTensorMetadata(shards, known.size, known.tensor_properties), tensor)
 
 
 def _on_host(shard: ShardMetadata) -> ShardMetadata:

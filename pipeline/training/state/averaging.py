@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.training.state.checkpoint import local_parts
 from pipeline.training.tables.cached import drop_cache, flush_cache
+from pipeline.training.torch_private import Shard, join_shards
 
 
 class WeightAverage:
@@ -63,6 +63,4 @@ def _zeros_like(tensor: Any) -> Any:
     if not hasattr(tensor, "local_shards"):
         return torch.zeros_like(tensor)
     shards = [Shard(torch.zeros_like(shard.tensor), shard.metadata) for shard in tensor.local_shards()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, tensor.metadata(), process_group=tensor._process_group
-    )
+    return join_shards(shards, tensor.metadata(), tensor)

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchrec
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed import batched_embedding_kernel
 
-from pipeline.errors import ConfigError, ContractError
+from pipeline.errors import ConfigError
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables import kernels
 from pipeline.training.tables.loops import LoopThreads
@@ -26,8 +25,6 @@ KINDS = {
 NOTHING = np.empty(0, np.float32)
 SUMS_BYTES = 16 << 20
 """Memory of a thread for the gradients of rows."""
-TORCHREC = "1.8."
-"""Version of TorchRec with the internals that `use_table_kernel` replaces."""
 
 
 @contextmanager
@@ -38,16 +35,9 @@ def use_table_kernel(config: TrainConfig, device: torch.device, ours: "type[Numb
 
     Args:
         ours: Class of our kernel.
-    Raises:
-        ContractError: If the installed TorchRec is another version than the one whose class is replaced.
     """
     stock = SplitTableBatchedEmbeddingBagsCodegen
     if not uses_fbgemm(config, device.type):
-        if not torchrec.__version__.startswith(TORCHREC):
-            raise ContractError(
-                "numba embedding kernel", f"TorchRec {TORCHREC}x, since it replaces a class inside TorchRec",
-                f"version {torchrec.__version__}", "Install that version, or set training.embedding_kernel: fbgemm.",
-            )  # fmt: skip
         setattr(batched_embedding_kernel, stock.__name__, ours)
     try:
         yield

@@ -47,6 +47,7 @@ from pipeline.training.tables.partitioner import LargestDifferencing
 from pipeline.training.tables.plan import ShardingPlan, TableShard, TableSharding
 from pipeline.training.tables.sharding import KERNELS, BagSharder
 from pipeline.training.tables.statistics import MeasuredCache, TableUse
+from pipeline.training.tables.torchrec_private import mark_optimizer, options_of
 
 AUTO_SHARDING_TYPES = ("data_parallel", "table_wise", "row_wise", "table_row_wise")
 """Types that auto chooses from. Column sharding needs another optimizer. On one host, table_row_wise is row_wise; with
@@ -74,7 +75,7 @@ def plan_sharding(
     kinds = {table.name: requested_sharding_type(config.sharding, table.name) for table in tables}
     require_trainable(model, config, device, kinds)
     for parameter in model.embeddings.parameters():
-        parameter._optimizer_classes = [TABLE_OPTIMIZERS[config.table_optimizer]]  # type: ignore[attr-defined]
+        mark_optimizer(parameter, TABLE_OPTIMIZERS[config.table_optimizer])
     constraints = {
         table.name: _constraints(kinds[table.name], table, config, device, (uses or {}).get(table.name))
         for table in tables
@@ -89,11 +90,12 @@ def _find_best(
 ) -> dict[str, ShardingOption]:
     topology = _topology(config, device)
     rows = max(config.batch_rows // config.world_size, 1)
+    enumerator, reservation = _Enumerator(topology, rows, constraints), HeuristicalStorageReservation(percentage=0.15)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=rows,
-        enumerator=_Enumerator(topology, rows, constraints),
-        storage_reservation=HeuristicalStorageReservation(percentage=0.15),
+        enumerator=enumerator,
+        storage_reservation=reservation,
         constraints=constraints,
         proposer=_proposers(config, device),
         partitioner=_partitioner(config),
@@ -104,10 +106,10 @@ def _find_best(
     except PlannerError as error:
         raise TrainingError(
             f"{WHERE} {_describe_setting(config)}", f"{len(constraints)} tables that fit on {config.world_size} ranks",
-            _reason(planner, model, config, device),
+            _reason(enumerator, reservation, model, config, device),
             "Use smaller tables, more memory (training.memory_per_rank_bytes), or `auto`.",
         ) from error  # fmt: skip
-    return {option.name: option for option in planner._best_plan or []}
+    return {option.name: option for option in options_of(planner)}
 
 
 def require_trainable(model: DLRM, config: TrainConfig, device: str, kinds: Mapping[str, str]) -> None:
@@ -335,14 +337,20 @@ def _describe_setting(config: TrainConfig) -> str:
     return f"'{config.sharding}'" if isinstance(config.sharding, str) else "with rules"
 
 
-def _reason(planner: EmbeddingShardingPlanner, model: DLRM, config: TrainConfig, device: str) -> str:
+def _reason(
+    enumerator: EmbeddingEnumerator,
+    reservation: HeuristicalStorageReservation,
+    model: DLRM,
+    config: TrainConfig,
+    device: str,
+) -> str:
     """Compares the least memory that the tables need with what is left for them."""
     kind: Literal["hbm", "ddr"] = "hbm" if device == "cuda" else "ddr"
-    space = planner._enumerator.enumerate(model, [BagSharder(KERNELS[config.table_memory])])
+    space = enumerator.enumerate(model, [BagSharder(KERNELS[config.table_memory])])
     least: dict[str, int] = {}
     for option in space:
         need = getattr(option.total_storage, kind)
         least[option.name] = min(need, least.get(option.name, need))
-    left = planner._storage_reservation.last_reserved_topology
+    left = reservation.last_reserved_topology
     there = f", with {getattr(left.devices[0].storage, kind) / 1e9:,.3g} GB per rank left for them" if left else ""
     return f"{sum(least.values()) / 1e9:,.3g} GB of tables with optimizer and buffers{there}"

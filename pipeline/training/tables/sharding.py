@@ -6,8 +6,6 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _remote_device
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.comm import get_local_size, get_topology_group_world_size
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
@@ -20,12 +18,12 @@ from torchrec.distributed.types import (
     ShardingEnv,
 )
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
-from torchrec.modules.embedding_configs import PoolingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from pipeline.errors import TrainingError
 from pipeline.training.config import HOST_SHARDING, Precision, ShardingType, TableMemory
 from pipeline.training.tables.plan import ShardingPlan, TableSharding
+from pipeline.training.tables.torchrec_private import divide_lengths_once, look_up_locally, lookups_of
+from pipeline.training.torch_private import EnumerableShardingSpec, RemoteDevice, ShardMetadata
 
 KERNELS: dict[TableMemory, str] = {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
 
@@ -72,7 +70,7 @@ def apply_plan(
         for table in torchrec_plan.plan["embeddings"].values():  # type: ignore[attr-defined]
             for part in table.sharding_spec.shards:  # a shard is placed by its global rank
                 rank = dist.get_global_rank(group, part.placement.rank())
-                part.placement = _remote_device(f"rank:{rank}/{part.placement.device()}")
+                part.placement = RemoteDevice(f"rank:{rank}/{part.placement.device()}")
     sent = QCommsConfig(CommType[vectors.upper()], CommType[gradients.upper()])
     sharded = DistributedModelParallel(
         module=model,
@@ -84,11 +82,12 @@ def apply_plan(
     )
     if alone:
         sharded.module.to(device)
+    whole = {table.table for table in plan if table.kind not in ("row_wise", "table_row_wise")}
     for module in sharded.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
-            _divide_lengths_once(module, plan)
+            divide_lengths_once(module, whole)
             if alone and {table.kind for table in plan} == {"table_wise"}:
-                _look_up_locally(module)
+                look_up_locally(module)
     return sharded
 
 
@@ -107,42 +106,11 @@ def _require_whole_hosts(plan: ShardingPlan, world_size: int) -> None:
                 )  # fmt: skip
 
 
-def _look_up_locally(module: ShardedEmbeddingBagCollection) -> None:
-    """Replaces the forward pass of tables that are all on one rank.
-
-    TorchRec's would send ids and vectors to this same rank, which takes longer than the lookup for small batches.
-    """
-    (sharding,), (lookup,) = module._embedding_shardings, module._lookups
-    look_up = lookup._emb_modules[0] if len(lookup._emb_modules) == 1 else lookup  # the latter splits ids by kernel
-    features, names, widths = sharding.feature_names(), module._embedding_names, module._embedding_dims
-
-    def forward(sparse: KeyedJaggedTensor) -> KeyedTensor:
-        given = sparse.keys()
-        ids = sparse if given == features else sparse.permute([given.index(name) for name in features])
-        return KeyedTensor(names, widths, look_up(ids))
-
-    module.forward = forward
-
-
-def _divide_lengths_once(module: ShardedEmbeddingBagCollection, plan: ShardingPlan) -> None:
-    """Prevents a second division of mean-pooled vectors.
-
-    If a row-wise table is pooled by its mean, TorchRec 1.8 divides the vectors of ALL features by their lengths, except
-    those that it knows as sums of a row-wise table. Kernels of other sharding types have taken the mean already.
-    """
-    if not module._has_mean_pooling_callback:
-        return
-    others = {table.table for table in plan if table.kind not in ("row_wise", "table_row_wise")}
-    for config in module._embedding_bag_configs:
-        if config.name in others:
-            module._pooling_type_to_rs_features[PoolingType.SUM.value].extend(config.feature_names)
-
-
 def iter_lookups(model: nn.Module) -> Iterator[Any]:
     """Yields TorchRec's modules that hold this rank's tables. `model.modules()` lacks them."""
     for module in model.modules():
         if isinstance(module, ShardedEmbeddingBagCollection):
-            for lookup in module._lookups:
+            for lookup in lookups_of(module):
                 yield lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
 
 

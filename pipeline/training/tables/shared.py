@@ -27,6 +27,14 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from pipeline.training.tables.bags import NumbaBags
+from pipeline.training.tables.torchrec_private import (
+    divides_by_lengths,
+    kernels_of,
+    lookups_of,
+    reorder_vectors,
+    replace_exchange,
+    shardings_of,
+)
 
 ROWS, IDS, COUNTS = 0, 1, 2
 """Columns of the header: rows of a rank's batch, its ids, and from there on its ids of each feature."""
@@ -137,22 +145,20 @@ def share_exchange(model: DistributedModelParallel, names: Sequence[str]) -> Non
             continue
         # Vectors of a single sharding need no other order afterwards. But TorchRec knows only its own when it divides
         # vectors of divided tables by lengths.
-        alone = len(tables._embedding_shardings) == 1 and not tables._has_mean_pooling_callback
-        shardings: list[Any] = list(tables._embedding_shardings)
-        for at, sharding in enumerate(shardings):
+        shardings = shardings_of(tables)
+        alone = len(shardings) == 1 and not divides_by_lengths(tables)
+        for at, (sharding, lookup) in enumerate(zip(shardings, lookups_of(tables), strict=True)):
             by_rows = isinstance(sharding, divided)
             if not by_rows and type(sharding) not in WHOLE:
                 continue
             widths = dict(zip(sharding.embedding_names(), sharding.embedding_dims(), strict=True))
             order = {name: widths[name] for name in names} if alone else widths
-            exchange = Exchange.between_ranks(sharding, tables._lookups[at], order, by_rows)
+            exchange = Exchange.between_ranks(sharding, lookup, order, by_rows)
             if exchange is None:
                 return
             if alone:
-                tables._embedding_names[:], tables._embedding_dims[:] = order.keys(), order.values()
-            sharding.create_input_dist = exchange.create_input_dist
-            tables._lookups[at].forward = exchange.look_up
-            tables._output_dists[at] = exchange.receive  # type: ignore[call-overload]
+                reorder_vectors(tables, order)
+            replace_exchange(tables, at, exchange.send, exchange.look_up, exchange.receive)
 
 
 class OwnBatch(NamedTuple):
@@ -198,8 +204,8 @@ class Exchange:
         sent = sharding.feature_names()
         self.own: list[OwnFeature] = []
         """In the order of this rank's tables."""
-        self.bags: list[NumbaBags] = [module.emb_module for module in lookup._emb_modules]
-        self.splits: list[int] = lookup._feature_splits
+        modules, self.splits = kernels_of(lookup)
+        self.bags: list[NumbaBags] = [module.emb_module for module in modules]
         for bags, config in zip(self.bags, lookup.grouped_configs, strict=True):
             columns = []
             for table in config.embedding_tables:
@@ -226,10 +232,6 @@ class Exchange:
             return None
         os.close(shared[1])
         return cls(sharding, lookup, widths, divided, shared[0].view(torch.int64).view(shape), group)
-
-    def create_input_dist(self, device: torch.device | None = None) -> Any:
-        """Returns what TorchRec calls with the ids of a batch."""
-        return self.send
 
     def send(self, sparse: KeyedJaggedTensor) -> Awaitable[Awaitable[GatheredIds]]:
         """Exchanges ids. Returns the lists of this rank's features for the rows of all ranks.

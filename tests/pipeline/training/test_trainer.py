@@ -141,9 +141,7 @@ def finite_checkpoint(root: Path) -> int | None:
     return int(checkpoint.read_progress(folder)["steps"])
 
 
-def test_a_loss_that_is_not_finite_ends_training(
-    make_trainer: Maker, train_client: Client, tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_ends_training(make_trainer: Maker, train_client: Client, tmp_path: Path) -> None:
     trainer, _ = make_trainer(None, poisoned(train_client, 6, math.nan), log_every_steps=5)
     with pytest.raises(TrainingError) as caught:
         trainer.train()
