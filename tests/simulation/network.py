@@ -116,7 +116,8 @@ class SimulatedService:
 
     def _state(self) -> tuple[int, ...]:
         master = self.master
-        found = [len(master.workers), sum(worker.item is not None for worker in master.workers.values())]
+        workers = master.pool.workers.values()
+        found = [len(workers), sum(worker.item is not None for worker in workers)]
         found += [len(self.protocol.connections), master.failure is not None]
         for stream in master.streams:
             found += [len(stream.reader.open), len(stream.running), len(stream.retries), len(stream.groups.to_make)]

@@ -24,7 +24,9 @@ from pipeline.preprocessing.executors import (
     WorkerStarted,
     WorkFailed,
 )
-from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master, make_executor
+from pipeline.preprocessing.master import Master
+from pipeline.preprocessing.pool import WORKERS_FILE, make_executor
+from pipeline.preprocessing.quarantine import QUARANTINE_FILE
 from tests.pipeline.preprocessing.reference import CONFIG
 
 BAD = DataError("row 3", "something else", "this", "Change it.")
@@ -412,7 +414,7 @@ def test_auto_adds_workers_while_the_trainer_waits_and_removes_idle_ones(play: C
         it.steps()
     for _ in range(100):
         it.master.note_consumed(rows=100, wait_seconds=0.0)
-        it.master.period.worked_rows, it.master.period.worked_seconds = 100, 0.1
+        it.master.pool.period.worked_rows, it.master.pool.period.worked_seconds = 100, 0.1
         it.after(PERIOD_SECONDS)
     assert len(it.executor.alive) == 1
     assert it.master.totals.restarts == 0
@@ -524,7 +526,7 @@ def test_workers_leave_the_processors_that_ranks_reserve(data: DataSpec, tmp_pat
 
     auto, three = (CONFIG.model_copy(update={"workers": number, "max_workers": None}) for number in ("auto", 3))
     master = Master({"days": data}, auto, tmp_path, make=make, reserved=4)
-    assert master.autoscaler.most == 2
+    assert master.pool.most == 2
     with pytest.raises(ConfigError, match=r"workers: expected at most 2, because ranks reserve 4 processors, got 3"):
         Master({"days": data}, three, tmp_path, make=make, reserved=4)
 
