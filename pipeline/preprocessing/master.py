@@ -144,7 +144,7 @@ class Master:
             share = config.memory // len(self.data)
             most = self.pool.most
             ahead = 2 * max(request.window_rows or 0, most * config.split_rows)
-            if self.executor.keeps_results:  # each worker works on a window of its own
+            if self.executor.keeps_results:  # each worker works on a block of its own
                 ahead = (most + 1) * max(request.window_rows or 0, config.split_rows)
             found = Stream(request, fragments, config.split_rows, share, self.executor.free, ahead, rows)
             self.streams.append(found)

@@ -19,7 +19,7 @@ from pipeline.errors import ContractError, DataError, to_wire
 from pipeline.preprocessing.client import Client, map_delivery
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.batches import BatchWork, BlockSlice
 from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.preprocessing.epoch.memory import PrivateWriter, Segment, Slabs
 from pipeline.preprocessing.epoch.request import Request
@@ -134,7 +134,7 @@ def work(folder: Path) -> Iterator[Case]:
     writer = slabs.writer()
     worker.transform_split(split, writer)
     memory = writer.finish()
-    window = Window(number=0, splits=(0,), start=0, stop=20)
+    window = BlockSlice(number=0, splits=(0,), start=0, stop=20)
     batches = BatchWork(seed=3, epoch=0, shuffled=True, world_size=1, ranks=(0,), batches=((window,), (window,)))
     note = {"shapes": memory.shapes, "size": memory.size}
     examples: list[tuple[Any, int | None]] = [

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.batches import BatchWork, BlockSlice
 from pipeline.preprocessing.epoch.blocks import BlockPart, ShuffleBlock
 from pipeline.preprocessing.epoch.budget import MemoryBudget, ResultHandle
 from pipeline.preprocessing.epoch.costs import Costs
@@ -56,7 +56,7 @@ class BatchGroup:
             ranks=request.ranks,
             batches=tuple(
                 tuple(
-                    Window(number=block.number, splits=places[block.number], start=start, stop=stop)
+                    BlockSlice(number=block.number, splits=places[block.number], start=start, stop=stop)
                     for block, start, stop in pieces
                 )
                 for pieces in self.pieces

@@ -69,7 +69,7 @@ def training(world_size: int, **settings: Any) -> TrainConfig:
 
 
 def batches(rank: int = 0, world_size: int = 1, weighted: bool = False) -> Iterator[Batch]:
-    """Returns this rank's rows of each batch, cut and padded as `pipeline/preprocessing/batches.py` does."""
+    """Returns this rank's rows of each batch, cut and padded as `pipeline/preprocessing/epoch/batches.py` does."""
     random, of_ids = np.random.default_rng(7), np.random.default_rng(8)
     for rows in ROWS:
         dense = random.normal(size=(rows, DENSE)).astype(np.float32)
