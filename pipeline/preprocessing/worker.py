@@ -22,9 +22,9 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.epoch import kernels
 from pipeline.preprocessing.epoch.batches import (
     BatchWork,
+    BlockSlice,
     FeatureIndices,
     Ids,
-    BlockSlice,
     iterate_chunks,
     write_batches,
 )
