@@ -35,7 +35,7 @@ from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import Executor, WorkDone, WorkerStarted
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.rank_protocol import RankProtocol
-from pipeline.preprocessing.transport.connection import Connection, Incoming
+from pipeline.preprocessing.transport.conversation import Connection, Incoming
 from storage.reader import Fragment
 
 WORKERS = (1, 8, 64, 512)

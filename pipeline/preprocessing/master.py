@@ -142,7 +142,7 @@ class Master:
                 self.fragments[request.data] = Worker(self.data[request.data]).fragments()
             config, fragments, rows = self.config, self.fragments[request.data], self.data[request.data].rows
             share = config.memory // len(self.data)
-            most = self.pool.most
+            most = self.pool.autoscaler.most
             ahead = 2 * max(request.window_rows or 0, most * config.split_rows)
             if self.executor.keeps_results:  # each worker works on a block of its own
                 ahead = (most + 1) * max(request.window_rows or 0, config.split_rows)
@@ -250,7 +250,7 @@ class Master:
 
     def replace_keeper(self, stream: Stream, number: int) -> None:
         """Replaces the worker that keeps a group, because a rank cannot fetch it. The group is made again."""
-        group = stream.group(number)
+        group = stream.groups.get(number)
         keeper = None if group is None else self.pool.workers.get(self.executor.keeper(group.memory) or 0)
         if keeper is not None and keeper.location is not None:
             self._replace_unreachable(keeper.location)
@@ -354,7 +354,7 @@ class Master:
         """
         if self.failure is not None:
             raise self.failure
-        group = stream.group(number)
+        group = stream.groups.get(number)
         if group is None and not stream.ended(number) and stream.is_stuck(number):
             raise ConfigError(
                 "preprocessing.memory_bytes", "room for the rows of a shuffle window and a group of batches",

@@ -91,11 +91,6 @@ class WorkerPool:
         self.period, self.period_began = Period(0.0, 0.0, 0, 0.0, 0, idle=False), clock()
 
     @property
-    def most(self) -> int:
-        """Upper bound of workers."""
-        return self.autoscaler.most
-
-    @property
     def wanted(self) -> int:
         """Number of workers to have. Those of a lost node are replaced only where ranks leave processors."""
         return min(self.autoscaler.workers, self.room)

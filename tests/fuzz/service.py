@@ -38,8 +38,7 @@ from pipeline.preprocessing.executors import (
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.rank_protocol import RankProtocol
 from pipeline.preprocessing.transport import framing
-from pipeline.preprocessing.transport.connection import Connection, Incoming
-from pipeline.preprocessing.transport.conversation import Conversation, Deliveries, Delivery
+from pipeline.preprocessing.transport.conversation import Connection, Conversation, Deliveries, Delivery, Incoming
 from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.plan.plan import build_plan
 from storage.config import WarehouseConfig
