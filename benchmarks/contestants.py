@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.wide_table import LABEL, LIMIT, LIST_COLUMNS, MEAN, NUMBER_COLUMNS, READ, SIZE, STD, WideTable
-from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.batches import BatchWork, BlockSlice
 from pipeline.preprocessing.epoch.memory import Arrays, Segment, Slabs
 from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.worker import Worker
@@ -152,7 +152,7 @@ def shuffled_batches(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequenc
     worker.orders.clear()  # every window gets its own order
     total, numbers = sum(rows for _, rows in splits), tuple(range(len(splits)))
     cuts = [
-        Window(number=0, splits=numbers, start=start, stop=min(start + BATCH_ROWS, total))
+        BlockSlice(number=0, splits=numbers, start=start, stop=min(start + BATCH_ROWS, total))
         for start in range(0, total, BATCH_ROWS)
     ]
     for first in range(0, len(cuts), GROUP_BATCHES):

@@ -35,7 +35,7 @@ from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import Executor, WorkDone, WorkerStarted
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.rank_protocol import RankProtocol
-from pipeline.preprocessing.transport.connection import Connection, Incoming
+from pipeline.preprocessing.transport.conversation import Connection, Incoming
 from storage.reader import Fragment
 
 WORKERS = (1, 8, 64, 512)
@@ -169,7 +169,7 @@ def run(fragments: list[Fragment], workers: int, leased: int) -> dict[str, Any]:
         master = make_master(fragments, workers, Path(temporary))
         executor, rank = master.executor, Rank(master)
         assert isinstance(executor, InstantExecutor)
-        while not all(one.ready for one in master.workers.values()) or not master.workers:
+        while not all(one.ready for one in master.pool.workers.values()) or not master.pool.workers:
             rank.turn(master)
         start = time.thread_time()
         request = {"open": make_request().model_dump(mode="json"), "rank": 0}

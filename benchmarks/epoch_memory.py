@@ -26,7 +26,8 @@ from benchmarks.machine import ROOT, describe_machine, machine, say
 from benchmarks.wide_table import NARROW, wide_table
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.drain import DrainResult, drain
-from pipeline.preprocessing.master import WORKERS_FILE, Totals
+from pipeline.preprocessing.master import Totals
+from pipeline.preprocessing.pool import WORKERS_FILE
 
 BATCH_ROWS = 4_096
 CONFIG = PreprocessingConfig(executor="process", workers=2, shuffle_window_rows=262_144, memory_bytes=1 << 30)

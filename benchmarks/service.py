@@ -23,7 +23,7 @@ from pipeline.preprocessing.client import Client, open_remote_source
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.epoch.costs import Costs
-from pipeline.preprocessing.master import WORKERS_FILE
+from pipeline.preprocessing.pool import WORKERS_FILE
 from pipeline.preprocessing.service import Service
 
 ROWS = "rows"

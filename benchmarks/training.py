@@ -45,7 +45,7 @@ from models.config import DLRMConfig
 from pipeline.characterization.machine import measure_machine as ceilings
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.master import WORKERS_FILE
+from pipeline.preprocessing.pool import WORKERS_FILE
 from pipeline.preprocessing.service import Service
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Limits, run_ranks

@@ -166,13 +166,13 @@ class InlineSource:
                 with self.lock:
                     while (group := self.master.get_group(stream, number)) is None:
                         if stream.ended(number):
-                            return stream.lost
+                            return stream.cutter.lost
                         self.master.step(timeout=0)
-                    stream.take(number)
+                    stream.groups.take(number)
                 assert group.memory is not None
                 yield group.notes, group.memory
                 with self.lock:
-                    stream.release(rank, number)
+                    stream.groups.release(rank, number)
                 number += 1
         finally:
             with self.lock:

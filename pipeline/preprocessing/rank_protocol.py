@@ -11,7 +11,7 @@ from pipeline.preprocessing.epoch.stream import Stream
 from pipeline.preprocessing.executors import Event
 from pipeline.preprocessing.master import Master, wrap_service_error
 from pipeline.preprocessing.transport import framing
-from pipeline.preprocessing.transport.connection import Connection, Incoming
+from pipeline.preprocessing.transport.conversation import Connection, Incoming
 
 TRIES = 2
 """A worker from which a rank could not fetch a group this many times is replaced."""
@@ -115,7 +115,7 @@ class RankProtocol:
         connection.tries = connection.tries + 1 if message.again else 0
         if connection.tries >= TRIES:
             self.master.replace_keeper(stream, message.take)
-        stream.release(connection.rank, message.done)
+        stream.groups.release(connection.rank, message.done)
         if connection.rank == stream.request.ranks[0]:
             self.master.note_consumed(message.rows, message.waited)
 
@@ -138,13 +138,13 @@ class RankProtocol:
         if group is not None:
             fields, descriptors = self.master.executor.deliver(group.memory)
             connection.wanted = None
-            stream.take(number)
+            stream.groups.take(number)
             notes = [vars(note) | {"position": note.position.model_dump()} for note in group.notes]
             self._send(connection, {"notes": notes} | fields, descriptors)
             framing.close(descriptors)
         elif stream.ended(number):
             connection.wanted = None
-            self._send(connection, {"end": [one.model_dump() for one in stream.lost]})
+            self._send(connection, {"end": [one.model_dump() for one in stream.cutter.lost]})
 
     def _send(self, connection: Connection, message: framing.Message, descriptors: list[int] | None = None) -> None:
         try:

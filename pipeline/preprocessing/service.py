@@ -14,7 +14,7 @@ from pipeline.preprocessing.master import Master, Totals
 from pipeline.preprocessing.rank_protocol import RankProtocol
 from pipeline.preprocessing.transport import framing
 from pipeline.preprocessing.transport.addresses import NetworkSettings, find_own_host
-from pipeline.preprocessing.transport.connection import Connection, Incoming
+from pipeline.preprocessing.transport.conversation import Connection, Incoming
 from pipeline.preprocessing.transport.unix import UnixFront
 
 

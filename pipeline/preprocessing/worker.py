@@ -19,7 +19,14 @@ from pipeline.preprocessing.cache.reading import ColumnCache
 from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.epoch import kernels
-from pipeline.preprocessing.epoch.batches import BatchWork, FeatureIndices, Ids, Window, iterate_chunks, write_batches
+from pipeline.preprocessing.epoch.batches import (
+    BatchWork,
+    BlockSlice,
+    FeatureIndices,
+    Ids,
+    iterate_chunks,
+    write_batches,
+)
 from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.preprocessing.epoch.memory import Arrays, PrivateWriter, Writer
 from pipeline.preprocessing.epoch.splits import Split, permute_rows, permute_sessions
@@ -219,16 +226,16 @@ class Worker:
         write_batches(work, splits, lambda w: self.order(work, w, splits), features, len(plan.dense), writer)
         return Costs(batch_seconds=clock.lap())
 
-    def order(self, work: BatchWork, window: Window, splits: Sequence[Arrays]) -> npt.NDArray[np.int64]:
-        """Returns the order of the rows of a window. Keeps the orders of the last two windows."""
-        rows = sum(len(chunk["labels"]) for i in window.splits for chunk in iterate_chunks(splits[i]))
+    def order(self, work: BatchWork, block: BlockSlice, splits: Sequence[Arrays]) -> npt.NDArray[np.int64]:
+        """Returns the order of the rows of a block. Keeps the orders of the last two blocks."""
+        rows = sum(len(chunk["labels"]) for i in block.splits for chunk in iterate_chunks(splits[i]))
         if not work.shuffled:
             return np.arange(rows)
-        key = (work.seed, work.epoch, window.number, rows)
+        key = (work.seed, work.epoch, block.number, rows)
         if key not in self.orders:
             while len(self.orders) > 1:
                 self.orders.pop(next(iter(self.orders)))
-            chunks = [chunk for i in window.splits for chunk in iterate_chunks(splits[i])]
+            chunks = [chunk for i in block.splits for chunk in iterate_chunks(splits[i])]
             if chunks and "sessions" in chunks[0]:
                 sessions = np.concatenate([chunk["sessions"] for chunk in chunks])
                 self.orders[key] = permute_sessions(*key[:3], sessions)

@@ -28,7 +28,7 @@ from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.drain import drain
-from pipeline.preprocessing.master import WORKERS_FILE
+from pipeline.preprocessing.pool import WORKERS_FILE
 
 CONFIG = "configs/smoke.yaml"
 ROOT = Path(__file__).resolve().parents[2]

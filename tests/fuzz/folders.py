@@ -25,7 +25,7 @@ from pipeline.jobs.training.job import JOB, PLAN, RUN_ID, SNAPSHOT, TrainingJob,
 from pipeline.jobs.training.provenance import RECORD, Record
 from pipeline.jobs.training.register import load_job
 from pipeline.jobs.training.train import TRAINED, TrainingResult
-from pipeline.preprocessing.master import QUARANTINE_FILE, read_quarantine
+from pipeline.preprocessing.quarantine import QUARANTINE_FILE, read_quarantine
 from pipeline.registration.journal import POINTS, SENT, Journal
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import MADE_AGAIN, read_line, read_note

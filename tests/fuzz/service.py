@@ -19,7 +19,7 @@ from pipeline.errors import ContractError, DataError, to_wire
 from pipeline.preprocessing.client import Client, map_delivery
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.batches import BatchWork, BlockSlice
 from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.preprocessing.epoch.memory import PrivateWriter, Segment, Slabs
 from pipeline.preprocessing.epoch.request import Request
@@ -38,8 +38,7 @@ from pipeline.preprocessing.executors import (
 from pipeline.preprocessing.master import Master
 from pipeline.preprocessing.rank_protocol import RankProtocol
 from pipeline.preprocessing.transport import framing
-from pipeline.preprocessing.transport.connection import Connection, Incoming
-from pipeline.preprocessing.transport.conversation import Conversation, Deliveries, Delivery
+from pipeline.preprocessing.transport.conversation import Connection, Conversation, Deliveries, Delivery, Incoming
 from pipeline.preprocessing.worker import Worker
 from pipeline.transforms.plan.plan import build_plan
 from storage.config import WarehouseConfig
@@ -134,7 +133,7 @@ def work(folder: Path) -> Iterator[Case]:
     writer = slabs.writer()
     worker.transform_split(split, writer)
     memory = writer.finish()
-    window = Window(number=0, splits=(0,), start=0, stop=20)
+    window = BlockSlice(number=0, splits=(0,), start=0, stop=20)
     batches = BatchWork(seed=3, epoch=0, shuffled=True, world_size=1, ranks=(0,), batches=((window,), (window,)))
     note = {"shapes": memory.shapes, "size": memory.size}
     examples: list[tuple[Any, int | None]] = [

@@ -10,7 +10,7 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.master import TICK_SECONDS, Master
 from pipeline.preprocessing.rank_protocol import RankProtocol
 from pipeline.preprocessing.transport import framing
-from pipeline.preprocessing.transport.connection import Connection, Incoming
+from pipeline.preprocessing.transport.conversation import Connection, Incoming
 from tests.simulation.workers import Disk, SimulatedExecutor, make_executor
 from tests.simulation.world import World
 
@@ -116,11 +116,12 @@ class SimulatedService:
 
     def _state(self) -> tuple[int, ...]:
         master = self.master
-        found = [len(master.workers), sum(worker.item is not None for worker in master.workers.values())]
+        workers = master.pool.workers.values()
+        found = [len(workers), sum(worker.item is not None for worker in workers)]
         found += [len(self.protocol.connections), master.failure is not None]
         for stream in master.streams:
             found += [len(stream.reader.open), len(stream.running), len(stream.retries), len(stream.groups.to_make)]
-            found += [len(stream.groups.groups), len(stream.missing), len(stream.left), len(stream.lost)]
+            found += [len(stream.groups.groups), len(stream.missing), len(stream.left), len(stream.cutter.lost)]
         return tuple(found)
 
     def _send(self, connection: Connection, message: framing.Message, descriptors: list[int]) -> None:

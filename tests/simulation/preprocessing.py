@@ -22,7 +22,7 @@ from pipeline.data.position import LostRows, Position
 from pipeline.errors import ContractError
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.epoch import stream
-from pipeline.preprocessing.master import read_quarantine
+from pipeline.preprocessing.quarantine import read_quarantine
 from pipeline.training.state.progress import TrainingProgress
 from storage.reader import Fragment
 from tests.simulation import network, ranks, workers

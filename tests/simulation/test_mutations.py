@@ -14,6 +14,7 @@ from pipeline.preprocessing.epoch.cutter import BatchCutter
 from pipeline.preprocessing.epoch.groups import GroupBuffer
 from pipeline.preprocessing.epoch.stream import Stream
 from pipeline.preprocessing.master import Master
+from pipeline.preprocessing.pool import WorkerPool
 from pipeline.preprocessing.rank_protocol import RankProtocol
 from pipeline.training.state.progress import TrainingProgress
 from tests.simulation.mutation import Mutation, rebuilt
@@ -35,8 +36,8 @@ BUGS: dict[str, Mutation] = {
     "a window is freed while a group still needs it": (BlockReader, "close_unused", "and not block.uses", ""),
     "a late result is never freed": (Master, "handle", "self.executor.free(event.memory)", "pass"),
     "work of a dead worker is not done again": (Master, "_replace", "if item is not None:", "if False:"),
-    "a silent worker keeps its work": (Master, "watch_workers", "self._check_leases()", "pass"),
-    "work that hangs goes from one new worker to the next": (Master, "_straggler", "item.doubled = True", "pass"),
+    "a silent worker keeps its work": (Master, "watch_workers", "self.pool.overdue()", "()"),
+    "work that hangs goes from one new worker to the next": (WorkerPool, "straggler", "item.doubled = True", "pass"),
     "a message that comes twice is answered twice": (
         RankProtocol, "_note_taken", "(message.take, message.again) != expected", "message.take > connection.next",
     ),

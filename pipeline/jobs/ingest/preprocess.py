@@ -9,7 +9,8 @@ from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.epoch.costs import Costs
-from pipeline.preprocessing.master import WORKERS_FILE, Totals
+from pipeline.preprocessing.master import Totals
+from pipeline.preprocessing.pool import WORKERS_FILE
 
 
 @step("preprocess")

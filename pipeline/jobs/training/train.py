@@ -22,7 +22,9 @@ from pipeline.jobs.training.rank_spec import PROBE, SERVICE_FOLDER, WEIGHTS, Ran
 from pipeline.jobs.warm_up import kernels_are_compiled, start_fork_servers
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.master import WORKERS_FILE, Totals, read_quarantine
+from pipeline.preprocessing.master import Totals
+from pipeline.preprocessing.pool import WORKERS_FILE
+from pipeline.preprocessing.quarantine import read_quarantine
 from pipeline.preprocessing.service import Service
 from pipeline.processes.process import Importing
 from pipeline.registration.journal import Journal

@@ -1,4 +1,4 @@
-"""Deals the transformed rows of windows out to the ranks' shares of global batches."""
+"""Deals the transformed rows of blocks out to the ranks' shares of global batches."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from pipeline.transforms.kernels.hashing import offsets_of
 Ids = npt.NDArray[np.int64]
 
 
-class Window(BaseModel, frozen=True):
-    """The rows [start, stop) that a batch takes from a shuffle window, in the window's order."""
+class BlockSlice(BaseModel, frozen=True):
+    """The rows [start, stop) that a batch takes from a shuffle block, in the block's order."""
 
     number: int
     """Position in the epoch. Seed, epoch and this number decide the order of the rows."""
@@ -36,8 +36,8 @@ class BatchWork(BaseModel, frozen=True):
     world_size: int
     ranks: tuple[int, ...]
     """Ranks to make shares for."""
-    batches: tuple[tuple[Window, ...], ...]
-    """Windows of each global batch, in order."""
+    batches: tuple[tuple[BlockSlice, ...], ...]
+    """Slices of each global batch, in order."""
 
 
 class FeatureIndices(NamedTuple):
@@ -51,8 +51,8 @@ class FeatureIndices(NamedTuple):
 
 CHUNK_ARRAYS = ("dense", "labels", "weights", "starts", "ids", "sessions", "runs", "shared_starts", "shared_ids")
 """Names of the arrays of a chunk; see `Worker.transform_split`."""
-Order = Callable[[Window], Ids]
-"""Window -> order of its rows."""
+Order = Callable[[BlockSlice], Ids]
+"""Slice of a block -> order of its rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,11 +161,11 @@ def _sum_weights(work: BatchWork, splits: Sequence[Arrays], order: Order) -> npt
     totals = np.zeros(len(work.batches))
     weights: dict[int, npt.NDArray[np.float64]] = {}
     for b, batch in enumerate(work.batches):
-        for window in batch:
-            if window.number not in weights:
-                parts = [chunk["weights"] for i in window.splits for chunk in iterate_chunks(splits[i])]
-                weights[window.number] = np.concatenate(parts, dtype=np.float64)
-            totals[b] += weights[window.number][order(window)[window.start : window.stop]].sum()
+        for block in batch:
+            if block.number not in weights:
+                parts = [chunk["weights"] for i in block.splits for chunk in iterate_chunks(splits[i])]
+                weights[block.number] = np.concatenate(parts, dtype=np.float64)
+            totals[b] += weights[block.number][order(block)[block.start : block.stop]].sum()
     return totals
 
 
@@ -173,7 +173,7 @@ def _layout_shares(work: BatchWork) -> Ids:
     """Returns [batches, ranks, 4]: first row and rows of each share with padding. First id and ids are still 0."""
     shares = np.zeros((len(work.batches), len(work.ranks), 4), np.int64)
     for b, batch in enumerate(work.batches):
-        shares[b, :, 1] = -(-sum(window.stop - window.start for window in batch) // work.world_size)
+        shares[b, :, 1] = -(-sum(block.stop - block.start for block in batch) // work.world_size)
     shares[:, :, 0] = offsets_of(shares[:, :, 1].reshape(-1))[:-1].reshape(shares.shape[:2])
     return shares
 
@@ -182,9 +182,9 @@ def _collect_parts(
     work: BatchWork, splits: Sequence[Arrays], order: Order, shares: Ids, features: int
 ) -> Iterator[_ChunkPart]:
     """Yields the rows that each chunk contributes to the shares, in stored order."""
-    for window, dealt in _deal_windows(work, order, shares, features):
+    for block, dealt in _deal_blocks(work, order, shares, features):
         first = 0
-        for chunk in (chunk for i in window.splits for chunk in iterate_chunks(splits[i])):
+        for chunk in (chunk for i in block.splits for chunk in iterate_chunks(splits[i])):
             size = len(chunk["labels"])
             low, high = np.searchsorted(dealt[0], (first, first + size))
             if low < high:
@@ -193,15 +193,15 @@ def _collect_parts(
             first += size
 
 
-def _deal_windows(work: BatchWork, order: Order, shares: Ids, features: int) -> Iterator[tuple[Window, Ids]]:
-    """Yields for each window row, place, slot and stride of its rows (see `_ChunkPart`), [4, n] by ascending row."""
-    found: dict[int, tuple[Window, list[Ids]]] = {}
+def _deal_blocks(work: BatchWork, order: Order, shares: Ids, features: int) -> Iterator[tuple[BlockSlice, Ids]]:
+    """Yields for each block row, place, slot and stride of its rows (see `_ChunkPart`), [4, n] by ascending row."""
+    found: dict[int, tuple[BlockSlice, list[Ids]]] = {}
     for b, batch in enumerate(work.batches):
-        total = sum(window.stop - window.start for window in batch)
-        at = 0  # rows of the batch from earlier windows
-        for window in batch:
-            chosen = order(window)[window.start : window.stop]
-            _, lines = found.setdefault(window.number, (window, []))
+        total = sum(block.stop - block.start for block in batch)
+        at = 0  # rows of the batch from earlier blocks
+        for block in batch:
+            chosen = order(block)[block.start : block.stop]
+            _, lines = found.setdefault(block.number, (block, []))
             for r, rank in enumerate(work.ranks):
                 begin, end = rank * total // work.world_size, (rank + 1) * total // work.world_size
                 low, high = max(begin - at, 0), min(end - at, len(chosen))
@@ -211,10 +211,10 @@ def _deal_windows(work: BatchWork, order: Order, shares: Ids, features: int) -> 
                     stride = np.full(high - low, rows)
                     lines.append(np.stack([chosen[low:high], start + place, features * start + place, stride]))
             at += len(chosen)
-    for window, lines in found.values():
+    for block, lines in found.values():
         if lines:
             dealt = np.concatenate(lines, axis=1)
-            yield window, dealt[:, np.argsort(dealt[0])]
+            yield block, dealt[:, np.argsort(dealt[0])]
 
 
 def iterate_chunks(split: Arrays) -> Iterator[dict[str, npt.NDArray[Any]]]:

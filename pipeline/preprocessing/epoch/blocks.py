@@ -213,7 +213,7 @@ class BlockReader:
             block.home = None if block.home == worker else block.home
             for part in block.parts:
                 if part.memory is not None and gone(part.memory):
-                    self.budget.lose(part.size)
+                    self.budget.hold(-part.size)
                     part.memory = None
                     lost.append(part)
         self._read_again(lost)

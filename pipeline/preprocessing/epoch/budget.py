@@ -30,36 +30,24 @@ class MemoryBudget:
         self.used = self.coming = self.ready = self.peak = 0
         self.row_bytes = 0.0
 
-    def expect(self, size: int) -> None:
-        """Adds the expected bytes of work."""
-        self.coming += size
+    def expect(self, change: int) -> None:
+        """Adds the expected bytes of work, or takes away those of work that has ended."""
+        self.coming += change
 
-    def settle(self, expected: int) -> None:
-        """Removes the expected bytes of work that has ended."""
-        self.coming -= expected
-
-    def hold(self, size: int) -> None:
-        """Adds the bytes of a result."""
-        self.used += size
+    def hold(self, change: int) -> None:
+        """Adds the bytes of a result, or takes away those of a result that is gone with its worker."""
+        self.used += change
         self.peak = max(self.peak, self.used)
 
-    def lose(self, size: int) -> None:
-        """Removes the bytes of a result that is gone with its worker."""
-        self.used -= size
+    def offer(self, change: int) -> None:
+        """Adds the bytes of batches that are ready, or takes away those of batches that are taken or gone."""
+        self.ready += change
 
     def drop(self, memory: ResultHandle | None, size: int) -> None:
         """Frees a result, if there is one."""
         if memory is not None:
             self.used -= size
             self.free(memory)
-
-    def offer(self, size: int) -> None:
-        """Adds the bytes of batches that are ready."""
-        self.ready += size
-
-    def withdraw(self, size: int) -> None:
-        """Removes the bytes of batches that a rank has taken, or that are lost."""
-        self.ready -= size
 
     def learn(self, size: int, rows: int) -> None:
         """Learns from the bytes of a split what a stored row takes."""

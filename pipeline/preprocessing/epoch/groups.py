@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.batches import BatchWork, BlockSlice
 from pipeline.preprocessing.epoch.blocks import BlockPart, ShuffleBlock
 from pipeline.preprocessing.epoch.budget import MemoryBudget, ResultHandle
 from pipeline.preprocessing.epoch.costs import Costs
@@ -56,7 +56,7 @@ class BatchGroup:
             ranks=request.ranks,
             batches=tuple(
                 tuple(
-                    Window(number=block.number, splits=places[block.number], start=start, stop=stop)
+                    BlockSlice(number=block.number, splits=places[block.number], start=start, stop=stop)
                     for block, start, stop in pieces
                 )
                 for pieces in self.pieces
@@ -125,7 +125,7 @@ class GroupBuffer:
         """Notes that a rank received the group."""
         if number >= self.taken:
             self.taken = number + 1
-            self.budget.withdraw(self.groups[number].size)
+            self.budget.offer(-self.groups[number].size)
 
     def release(self, rank: int, number: int) -> None:
         """Notes that a rank no longer needs the groups up to this number."""
@@ -137,9 +137,9 @@ class GroupBuffer:
         """Returns the groups that are gone with their worker. They are to be made again of the same rows."""
         lost = [group for group in self.groups.values() if group.made and gone(group.memory)]
         for group in lost:
-            self.budget.lose(group.size)
+            self.budget.hold(-group.size)
             if group.number >= self.taken:
-                self.budget.withdraw(group.size)
+                self.budget.offer(-group.size)
             group.memory, group.made = None, False
             group.expected_bytes = self.budget.batch_bytes(group.rows)
             for block in group.blocks:

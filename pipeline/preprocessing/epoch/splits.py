@@ -27,12 +27,12 @@ class Split(BaseModel, frozen=True):
         return text if first == last else f"{text} to row group {last.row_group} of file '{last.path}'"
 
 
-class Windows(Sequence[list[Split]]):
-    """The windows of an epoch in order. A window's splits are made when it is asked for, because an epoch may be long.
+class Blocks(Sequence[list[Split]]):
+    """The blocks of an epoch in order. A block's splits are made when it is asked for, because an epoch may be long.
 
     Args:
         order: Position of each row group among the fragments.
-        starts: First of each window's row groups in that order.
+        starts: First of each block's row groups in that order.
         split_rows: See `cut_epoch`.
     """
 
@@ -59,20 +59,20 @@ class Windows(Sequence[list[Split]]):
 def cut_epoch(
     fragments: Sequence[Fragment], seed: int, epoch: int, window_rows: int | None, split_rows: int
 ) -> Sequence[list[Split]]:
-    """Cuts an epoch into ordered windows, and each window into splits.
+    """Cuts an epoch into ordered shuffle blocks, and each block into splits.
 
-    Every epoch permutes all row groups differently. Rows are shuffled inside a window, which bounds both the memory
+    Every epoch permutes all row groups differently. Rows are shuffled inside a block, which bounds both the memory
     and the reach of the shuffle.
 
     Args:
-        window_rows: Minimum rows of a window (the last may have fewer). None keeps the order of the table.
-        split_rows: Row groups of a window are read together up to this many rows. A larger one is read alone.
+        window_rows: Minimum rows of a block (the last may have fewer). None keeps the order of the table.
+        split_rows: Row groups of a block are read together up to this many rows. A larger one is read alone.
     """
     if not fragments:
         return []
-    if window_rows is None:  # a split is a window
+    if window_rows is None:  # a split is a block
         sizes = [len(group) for group in _group_fragments(fragments, split_rows)]
-        return Windows(fragments, np.arange(len(fragments)), list(accumulate(sizes[:-1], initial=0)), split_rows)
+        return Blocks(fragments, np.arange(len(fragments)), list(accumulate(sizes[:-1], initial=0)), split_rows)
     order = make_generator(seed, epoch, 0).permutation(len(fragments))
     starts: list[int] = []
     rows = window_rows
@@ -81,7 +81,7 @@ def cut_epoch(
             starts.append(place)
             rows = 0
         rows += fragments[i].rows
-    return Windows(fragments, order, starts, split_rows)
+    return Blocks(fragments, order, starts, split_rows)
 
 
 def _group_fragments(fragments: Sequence[Fragment], split_rows: int) -> list[list[Fragment]]:
@@ -96,19 +96,19 @@ def _group_fragments(fragments: Sequence[Fragment], split_rows: int) -> list[lis
     return groups
 
 
-def permute_rows(seed: int, epoch: int, window: int, rows: int) -> npt.NDArray[np.int64]:
-    """Returns the order of the rows of a window."""
-    return make_generator(seed, epoch, window + 1).permutation(rows)
+def permute_rows(seed: int, epoch: int, block: int, rows: int) -> npt.NDArray[np.int64]:
+    """Returns the order of the rows of a block."""
+    return make_generator(seed, epoch, block + 1).permutation(rows)
 
 
-def permute_sessions(seed: int, epoch: int, window: int, sessions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Returns an order of the rows of a window that permutes whole sessions. Rows of one keep their order.
+def permute_sessions(seed: int, epoch: int, block: int, sessions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns an order of the rows of a block that permutes whole sessions. Rows of one keep their order.
 
     Args:
         sessions: Session of each row, int64 [N]. Neighbouring rows with equal values are one session.
     """
     borders = np.flatnonzero(np.diff(sessions, prepend=~sessions[:1])) if len(sessions) else np.empty(0, np.int64)
-    order = permute_rows(seed, epoch, window, len(borders))
+    order = permute_rows(seed, epoch, block, len(borders))
     lengths = np.diff(borders, append=len(sessions))[order]
     before = np.cumsum(lengths) - lengths
     return np.repeat(borders[order] - before, lengths) + np.arange(len(sessions))

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipeline.data.position import LostRows
 from pipeline.data.selection import require_row_count
 from pipeline.errors import ContractError, DataError
 from pipeline.preprocessing.epoch.batches import BatchWork
@@ -96,11 +95,6 @@ class Stream:
         if not self.reader.plan:
             self._require_row_count()
 
-    @property
-    def lost(self) -> tuple[LostRows, ...]:
-        """Row groups that the batches cut so far lack, with those that the position names already."""
-        return self.cutter.lost
-
     # -- work ---------------------------------------------------------------------------------------------------
 
     def next_item(self, worker: int | None = None, spare: bool = False) -> WorkItem | None:
@@ -155,7 +149,7 @@ class Stream:
 
     def _end(self, item: WorkItem) -> None:
         self.running.remove(item)
-        self.budget.settle(item.expected_bytes)
+        self.budget.expect(-item.expected_bytes)
 
     def _cut_complete(self) -> None:
         """Cuts the next blocks, as far as they are read completely."""
@@ -234,21 +228,9 @@ class Stream:
 
     # -- delivery -----------------------------------------------------------------------------------------------
 
-    def group(self, number: int) -> BatchGroup | None:
-        """Returns the group with this number, or None until it is made."""
-        return self.groups.get(number)
-
     def ended(self, number: int) -> bool:
         """Returns whether the epoch ended before this number."""
         return self.reader.ended and number >= self.groups.count
-
-    def take(self, number: int) -> None:
-        """Notes that a rank received the group."""
-        self.groups.take(number)
-
-    def release(self, rank: int, number: int) -> None:
-        """Notes that a rank no longer needs the groups up to this number."""
-        self.groups.release(rank, number)
 
     def join(self, rank: int) -> None:
         """Notes that a rank starts to take groups."""
@@ -258,7 +240,7 @@ class Stream:
         """Notes that a rank takes no more groups. The others no longer wait for it to release any."""
         self.missing.discard(rank)
         self.left.add(rank)
-        self.release(rank, self.groups.count)
+        self.groups.release(rank, self.groups.count)
 
     def is_stuck(self, number: int) -> bool:
         """Returns whether the memory bound prevents a group that a rank waits for from ever being made.

@@ -1,6 +1,8 @@
-"""A rank's side of the messages of an epoch, without a socket."""
+"""The messages of an epoch between a rank and the master, without a socket."""
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -8,6 +10,7 @@ from pipeline.data.position import LostRows
 from pipeline.errors import DataError, from_wire
 from pipeline.preprocessing.epoch.memory import Arrays
 from pipeline.preprocessing.epoch.request import BatchNote, Request
+from pipeline.preprocessing.epoch.stream import Stream
 from pipeline.preprocessing.transport import framing
 
 Delivery = tuple[Sequence[BatchNote], Arrays]
@@ -108,3 +111,35 @@ def invalid_message(what: str) -> DataError:
     """Returns the error of a message that the service has never sent."""
     remedy = "Run the command again to resume from the last checkpoint."
     return DataError("preprocessing service", "batches", f"an invalid message about {what}", remedy)
+
+
+@dataclass(eq=False)
+class Connection:
+    """A rank's connection, for one stream."""
+
+    channel: Any
+    """Belongs to the transport."""
+    stream: Stream | None = None
+    rank: int = 0
+    wanted: int | None = None
+    """Number of the group that the rank waits for."""
+    next: int = 0
+    """Number of the group that it may ask for next."""
+    again: int = 0
+    """How often it asked for a group again."""
+    tries: int = 0
+    """How often it asked for the last group again."""
+    refused: bool = False
+    """Whether it sent something that no rank sends. All further messages are ignored."""
+
+    def close(self) -> None:
+        """Closes what the transport holds open for it."""
+        self.channel.close()
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A message from a connection. None means that the connection was closed."""
+
+    connection: Connection
+    message: framing.Message | None

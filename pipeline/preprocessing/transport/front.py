@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationEr
 from pipeline.preprocessing.transport import framing
 from pipeline.preprocessing.transport.access import address_of, listen
 from pipeline.preprocessing.transport.addresses import NetworkSettings, ServiceAddress
-from pipeline.preprocessing.transport.connection import Connection, Incoming
+from pipeline.preprocessing.transport.conversation import Connection, Incoming
 
 POLL_SECONDS = 2.0
 """A call waits for its answer this long. Then the client calls again."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from pipeline.preprocessing.transport import framing
-from pipeline.preprocessing.transport.connection import Connection, Incoming
+from pipeline.preprocessing.transport.conversation import Connection, Incoming
 
 CREDENTIALS = struct.Struct("3i")
 """Content of SO_PEERCRED: process, user and group."""

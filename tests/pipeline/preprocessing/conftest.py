@@ -14,6 +14,7 @@ from pipeline.preprocessing.client import BatchSource, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.epoch import stream as stream_module
 from pipeline.preprocessing.service import Service
+from tests.pipeline.preprocessing.fake_workers import Play
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
     EXECUTORS,
@@ -118,3 +119,8 @@ def serve(data: DataSpec, tmp_path: Path, nothing_left: None, transport: str) ->
             return stack.enter_context(Service({"days": spec or data}, found, folder))
 
         yield start
+
+
+@pytest.fixture
+def play(data: DataSpec, tmp_path: Path) -> Callable[..., Play]:
+    return lambda **config: Play(data, tmp_path / "service", **config)

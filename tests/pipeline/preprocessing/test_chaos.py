@@ -23,7 +23,9 @@ from pipeline.errors import ContractError
 from pipeline.preprocessing import service as service_module
 from pipeline.preprocessing.client import BatchSource, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master
+from pipeline.preprocessing.master import Master
+from pipeline.preprocessing.pool import WORKERS_FILE
+from pipeline.preprocessing.quarantine import QUARANTINE_FILE
 from pipeline.preprocessing.service import Service
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
@@ -150,7 +152,7 @@ def test_workers_killed_before_they_are_ready(
 ) -> None:
     service = serve(1)
     for number in (1, 2):
-        eventually(lambda: masters and masters[0].started == number and number in masters[0].workers)  # noqa: B023
+        eventually(lambda: masters and masters[0].pool.started == number and number in masters[0].pool.workers)  # noqa: B023
         processes = masters[0].executor.processes  # type: ignore[attr-defined]
         os.kill(eventually(lambda: processes.get(number)).pid, signal.SIGKILL)  # noqa: B023
     assert all_equal(client(source_of(service), data).batches(), Reference(data, days).batches())
@@ -193,7 +195,7 @@ def test_stopped_workers_are_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their leases expire and others do their work. Nothing comes twice."""
-    monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 10**6)  # only the lease may help
+    monkeypatch.setattr("pipeline.preprocessing.pool.STRAGGLER_SECONDS", 10**6)  # only the lease may help
     service = serve(2, lease_seconds=4.0, **tight)
     known = workers(service, 2)
     batches = client(source_of(service), data).batches()
@@ -207,7 +209,7 @@ def test_stopped_workers_are_replaced(
 def test_a_stragglers_work_is_done_twice_and_its_late_result_dropped(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 0.3)
+    monkeypatch.setattr("pipeline.preprocessing.pool.STRAGGLER_SECONDS", 0.3)
     service = serve(2, **tight)  # leases are long
     slow = workers(service, 2)[0]
     batches = client(source_of(service), data).batches()
@@ -260,7 +262,7 @@ def slowed(pid: int, share: float) -> Iterator[None]:
 def test_a_worker_twenty_times_slower(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.preprocessing.master.STRAGGLER_SECONDS", 0.1)
+    monkeypatch.setattr("pipeline.preprocessing.pool.STRAGGLER_SECONDS", 0.1)
     monkeypatch.setattr("pipeline.preprocessing.transport.source.TRANSFER_SECONDS", 120.0)  # it serves, if slowly
     service = serve(2, **tight)
     slow = workers(service, 2)[0]
@@ -460,7 +462,7 @@ def at_rest(master: Master) -> None:
 
     def resting() -> bool:
         nonlocal since, rows
-        idle = all(worker.item is None and worker.ready for worker in list(master.workers.values()))
+        idle = all(worker.idle for worker in list(master.pool.workers.values()))
         if not idle or rows != master.totals.rows:
             since, rows = time.monotonic(), master.totals.rows
         return time.monotonic() - since > 0.3

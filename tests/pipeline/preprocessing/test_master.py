@@ -3,121 +3,23 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pipeline.data.position import Position
 from pipeline.errors import ConfigError, ContractError, DataError
-from pipeline.preprocessing.autoscaler import PERIOD_SECONDS
-from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.epoch.batches import BatchWork
 from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.preprocessing.epoch.request import Request
 from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import (
-    Executor,
-    InlineExecutor,
-    ProcessExecutor,
     WorkDone,
     WorkerDied,
     WorkerStarted,
     WorkFailed,
 )
-from pipeline.preprocessing.master import QUARANTINE_FILE, WORKERS_FILE, Master, make_executor
-from tests.pipeline.preprocessing.reference import CONFIG
-
-BAD = DataError("row 3", "something else", "this", "Change it.")
-
-
-class FakeExecutor(Executor):
-    """Workers that act only when a test calls `finish` or `fail`."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.alive: set[int] = set()
-        self.work: dict[int, Split | BatchWork] = {}
-        self.freed: list[str] = []
-        self.made = 0
-
-    def start(self, worker: int) -> None:
-        self.alive.add(worker)
-        self.events.put(WorkerStarted(worker, 1000 + worker))
-
-    def submit(self, worker: int, data: str, work: Split | BatchWork, inputs: Any) -> None:
-        assert worker in self.alive
-        assert worker not in self.work
-        self.work[worker] = work
-
-    def kill(self, worker: int) -> None:
-        self.alive.remove(worker)
-        self.work.pop(worker, None)
-
-    def free(self, memory: str) -> None:
-        assert memory not in self.freed
-        self.freed.append(memory)
-
-    def deliver(self, memory: str) -> Any:
-        raise NotImplementedError
-
-    def finish(self, worker: int, seconds: float = 1.0) -> str:
-        """Sends the result of a worker, even of one that is gone."""
-        work = self.work.pop(worker, None)
-        rows = work.rows if isinstance(work, Split) else 0
-        self.made += 1
-        memory = f"result {self.made}"
-        self.events.put(WorkDone(worker, memory, 1000, rows, Costs(read_seconds=seconds), 77))
-        return memory
-
-    def fail(self, worker: int) -> None:
-        del self.work[worker]
-        self.events.put(WorkFailed(worker, BAD))
-
-
-class Play:
-    """A master, its clock and its warnings."""
-
-    def __init__(self, data: DataSpec, folder: Path, **config: Any) -> None:
-        self.now = 100.0
-        self.said: list[str] = []
-        settings = {"executor": "process", "workers": 2} | config
-        given = CONFIG.model_copy(update=settings)
-        self.master = Master({"days": data}, given, folder, self.said.append, lambda: self.now, self.make)
-
-    def make(self, data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
-        self.executor = FakeExecutor(data, folder, events)
-        return self.executor
-
-    def steps(self) -> None:
-        """Steps until nothing more happens."""
-        for _ in range(20):
-            self.master.step(timeout=0)
-
-    def open(self, **request: Any) -> Any:
-        given = {
-            "data": "days", "number": 0, "position": Position(), "batch_rows": 160, "seed": 7, "window_rows": 250,
-            "world_size": 1, "ranks": (0,),
-        }  # fmt: skip
-        return self.master.open(Request(**(given | request)))
-
-    def after(self, seconds: float) -> None:
-        self.now += seconds
-        self.steps()
-
-    def warmed(self) -> Any:
-        """Opens a stream and reads two splits."""
-        stream = self.open()
-        self.steps()
-        for _ in range(2):
-            self.executor.finish(next(iter(self.executor.work)))
-            self.steps()
-        assert sorted(self.executor.work) == [1, 2]
-        return stream
-
-
-@pytest.fixture
-def play(data: DataSpec, tmp_path: Path) -> Callable[..., Play]:
-    return lambda **config: Play(data, tmp_path / "service", **config)
+from pipeline.preprocessing.pool import WORKERS_FILE
+from pipeline.preprocessing.quarantine import QUARANTINE_FILE
+from tests.pipeline.preprocessing.fake_workers import BAD, Play
 
 
 def test_work_goes_to_idle_workers_and_failed_work_is_retried(play: Callable[..., Play]) -> None:
@@ -226,8 +128,8 @@ def test_one_of_two_with_the_same_work_is_gone_then_the_other(
         it.steps()
     while not stream.ended(delivered):
         assert it.master.get_group(stream, delivered) is not None
-        stream.take(delivered)
-        stream.release(0, delivered)
+        stream.groups.take(delivered)
+        stream.groups.release(0, delivered)
         delivered += 1
     it.master.close()
     assert len(it.executor.freed) == len(set(it.executor.freed)) == it.executor.made
@@ -291,17 +193,6 @@ def test_the_limit_of_restarts(play: Callable[..., Play], tmp_path: Path) -> Non
     assert it.executor.alive == set()  # and no worker is started any more
     it.after(1000.0)
     assert (it.executor.alive, it.master.totals.restarts) == (set(), 3)
-
-
-def test_a_worker_that_does_not_start(play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeExecutor, "start", lambda self, worker: self.alive.add(worker))
-    it = play(workers=1)
-    it.steps()
-    it.after(119.0)
-    assert it.executor.alive == {1}
-    it.after(2.0)
-    assert it.executor.alive == {2}
-    assert it.said == ["replacing worker 1 (process None): it did not start within 120 s"]
 
 
 @pytest.mark.parametrize("kind", ["split", "batches"])
@@ -397,40 +288,6 @@ def test_an_unexpected_error_becomes_a_contract_error(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_auto_adds_workers_while_the_trainer_waits_and_removes_idle_ones(play: Callable[..., Play]) -> None:
-    it = play(workers="auto", max_workers=6)
-    stream = it.open(window_rows=None, batch_rows=10)
-    it.steps()
-    assert it.executor.alive == {1}
-    for _ in range(4):
-        it.master.note_consumed(rows=100, wait_seconds=0.5 * PERIOD_SECONDS)
-        it.after(PERIOD_SECONDS)
-    assert len(it.executor.alive) == 5
-    assert it.master.totals.most_workers == 5
-    while it.executor.work:
-        it.executor.finish(next(iter(it.executor.work)), seconds=0.1)
-        it.steps()
-    for _ in range(100):
-        it.master.note_consumed(rows=100, wait_seconds=0.0)
-        it.master.period.worked_rows, it.master.period.worked_seconds = 100, 0.1
-        it.after(PERIOD_SECONDS)
-    assert len(it.executor.alive) == 1
-    assert it.master.totals.restarts == 0
-    assert stream in it.master.streams
-
-
-def test_no_worker_is_added_while_one_is_starting(play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The period was measured without it."""
-    it = play(workers="auto", max_workers=6)
-    it.open()
-    it.steps()
-    monkeypatch.setattr(FakeExecutor, "start", lambda self, worker: self.alive.add(worker))
-    for _ in range(10):
-        it.master.note_consumed(rows=100, wait_seconds=0.5 * PERIOD_SECONDS)
-        it.after(PERIOD_SECONDS)
-    assert it.executor.alive == {1, 2}
-
-
 def test_the_stream_requested_last_comes_first(play: Callable[..., Play]) -> None:
     it = play(workers=1)
     training = it.open()
@@ -494,14 +351,6 @@ def test_closing_frees_results_in_the_queue(play: Callable[..., Play]) -> None:
     assert len(it.executor.freed) == it.executor.made == 4
 
 
-def test_make_executor(data: DataSpec, tmp_path: Path) -> None:
-    import queue
-
-    for name, kind in {"inline": InlineExecutor, "process": ProcessExecutor}.items():
-        config = CONFIG.model_copy(update={"executor": name})
-        assert type(make_executor({"days": data}, config, tmp_path, queue.SimpleQueue())) is kind
-
-
 def test_a_worker_that_answers_unasked_is_replaced(play: Callable[..., Play]) -> None:
     it = play()
     it.warmed()
@@ -513,46 +362,3 @@ def test_a_worker_that_answers_unasked_is_replaced(play: Callable[..., Play]) ->
     assert it.executor.freed == ["unasked"]
     assert it.executor.alive == {2, 3}
     assert it.said == ["replacing worker 1 (process 1001): it sent a result that nobody had asked for"]
-
-
-def test_workers_leave_the_processors_that_ranks_reserve(data: DataSpec, tmp_path: Path) -> None:
-    class Cluster(FakeExecutor):
-        cores = 6  # type: ignore[assignment]
-
-    def make(data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
-        return Cluster(data, folder, events)
-
-    auto, three = (CONFIG.model_copy(update={"workers": number, "max_workers": None}) for number in ("auto", 3))
-    master = Master({"days": data}, auto, tmp_path, make=make, reserved=4)
-    assert master.autoscaler.most == 2
-    with pytest.raises(ConfigError, match=r"workers: expected at most 2, because ranks reserve 4 processors, got 3"):
-        Master({"days": data}, three, tmp_path, make=make, reserved=4)
-
-
-def test_workers_of_a_lost_node_are_replaced_only_beside_the_ranks(data: DataSpec, tmp_path: Path) -> None:
-    """Else they would take the processors on which ranks are to start again. They return with the node."""
-    now = [100.0]
-
-    class Cluster(FakeExecutor):
-        cores = 8  # type: ignore[assignment]
-
-    def make(data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
-        return Cluster(data, folder, events)
-
-    config = CONFIG.model_copy(update={"executor": "process", "workers": 4, "max_workers": None})
-    master = Master({"days": data}, config, tmp_path, clock=lambda: now[0], make=make, reserved=4)
-    alive = master.executor.alive  # type: ignore[attr-defined]
-
-    def settle() -> int:
-        now[0] += PERIOD_SECONDS
-        for _ in range(20):
-            master.step(timeout=0)
-        return len(alive)
-
-    assert settle() == 4
-    master.executor.cores = 4  # type: ignore[misc]  # a node with two workers is lost
-    for worker in (1, 2):
-        master.handle(WorkerDied(worker, "its actor ended"))
-    assert settle() == 1
-    master.executor.cores = 8  # type: ignore[misc]
-    assert settle() == 4

@@ -19,7 +19,7 @@ from pipeline.jobs.training.rank_spec import SERVICE_FOLDER
 from pipeline.jobs.training.train import summarize_preprocessing
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.master import read_quarantine
+from pipeline.preprocessing.quarantine import read_quarantine
 from pipeline.preprocessing.service import Service
 from pipeline.training.config import TrainConfig
 from tests.pipeline.preprocessing.reference import (

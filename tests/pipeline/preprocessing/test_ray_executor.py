@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.preprocessing.master import WORKERS_FILE
+from pipeline.preprocessing.pool import WORKERS_FILE
 from pipeline.preprocessing.service import Service
 from pipeline.processes.process import LOCAL_RAY
 from tests.pipeline.preprocessing.reference import CONFIG, alone, client, eventually, order_hash, source_of

@@ -15,7 +15,7 @@ import pytest
 from pipeline.data.selection import HASH_STEPS
 from pipeline.errors import DataError
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan
-from pipeline.preprocessing.epoch.batches import BatchWork, Window
+from pipeline.preprocessing.epoch.batches import BatchWork, BlockSlice
 from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.preprocessing.epoch.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.epoch.splits import Split, permute_rows
@@ -132,7 +132,7 @@ def test_ids_are_wide_where_a_table_is_large(data: DataSpec, rows: int | None, k
     memory = rows_of(worker, *fragments)
     assert memory["0.ids"].dtype == kind
     assert lists_of(memory) == lists_of(rows_of(narrow, *fragments))
-    work = work_of([Window(number=0, splits=(0,), start=0, stop=50)])
+    work = work_of([BlockSlice(number=0, splits=(0,), start=0, stop=50)])
     made = batches_of(worker, work, [memory])
     same = batches_of(narrow, work, [rows_of(narrow, *fragments)])
     assert made["values"].dtype == np.int64
@@ -142,7 +142,7 @@ def test_ids_are_wide_where_a_table_is_large(data: DataSpec, rows: int | None, k
 # -- batches ----------------------------------------------------------------------------------------------------------
 
 
-def work_of(*batches: Sequence[Window], world_size: int = 1, shuffled: bool = True) -> BatchWork:
+def work_of(*batches: Sequence[BlockSlice], world_size: int = 1, shuffled: bool = True) -> BatchWork:
     return BatchWork(
         seed=7, epoch=2, shuffled=shuffled, world_size=world_size, ranks=tuple(range(world_size)),
         batches=tuple(tuple(windows) for windows in batches),
@@ -211,10 +211,10 @@ def test_batches_are_those_of_a_plain_loop(world_size: int, shuffled: bool) -> N
     first = {"number": 4, "splits": (0, 1, 2)}
     second = {"number": 5, "splits": (3, 4, 5)}
     work = work_of(
-        [Window(**first, start=0, stop=25)],
-        [Window(**first, start=25, stop=42), Window(**second, start=0, stop=8)],
-        [Window(**second, start=8, stop=45)],
-        [Window(**second, start=45, stop=46)],
+        [BlockSlice(**first, start=0, stop=25)],
+        [BlockSlice(**first, start=25, stop=42), BlockSlice(**second, start=0, stop=8)],
+        [BlockSlice(**second, start=8, stop=45)],
+        [BlockSlice(**second, start=45, stop=46)],
         world_size=world_size,
         shuffled=shuffled,
     )
@@ -233,7 +233,7 @@ def test_batches_are_those_of_a_plain_loop(world_size: int, shuffled: bool) -> N
 
 def test_a_single_rank_gets_the_same_share() -> None:
     splits = splits_with([20, 21])
-    work = work_of([Window(number=0, splits=(0, 1), start=3, stop=41)], world_size=3)
+    work = work_of([BlockSlice(number=0, splits=(0, 1), start=3, stop=41)], world_size=3)
     whole = batches_of(worker_without_rows(), work, splits)
     for rank in range(3):
         part = batches_of(worker_without_rows(), work.model_copy(update={"ranks": (rank,)}), splits)
@@ -246,7 +246,7 @@ def test_work_done_again_gives_the_same(data: DataSpec) -> None:
     fragments = worker.fragments()[:4]
     splits = [rows_of(worker, *fragments[:2]), rows_of(worker, *fragments[2:])]
     again = [rows_of(other, *fragments[:2]), rows_of(other, *fragments[2:])]
-    work = work_of([Window(number=0, splits=(0, 1), start=0, stop=333)], world_size=2)
+    work = work_of([BlockSlice(number=0, splits=(0, 1), start=0, stop=333)], world_size=2)
     first, second = batches_of(worker, work, splits), batches_of(other, work, again)
     assert all(first[name].tobytes() == second[name].tobytes() for name in first)
 

@@ -27,7 +27,7 @@ def flat(windows: list[list[Split]]) -> list[int]:
 
 def test_golden_order() -> None:
     assert flat(cut_epoch(FRAGMENTS, seed=7, epoch=0, window_rows=4, split_rows=1)) == [1, 0, 4, 2, 3, 5]
-    assert permute_rows(seed=7, epoch=0, window=0, rows=6).tolist() == [1, 5, 3, 4, 0, 2]
+    assert permute_rows(seed=7, epoch=0, block=0, rows=6).tolist() == [1, 5, 3, 4, 0, 2]
 
 
 def test_unshuffled_keeps_the_order_of_the_table() -> None:

@@ -124,7 +124,7 @@ class Drive:
             several = 2 if self.keeps else 1  # workers do not make groups in order
             assert held <= self.memory_bytes + several * self.largest_group
         for rank, number in self.wanted.items():
-            if rank not in self.ended and self.stream.group(number) is None and self.stream.is_stuck(number):
+            if rank not in self.ended and self.stream.groups.get(number) is None and self.stream.is_stuck(number):
                 self.alarms.append(number)
 
     # -- workers --
@@ -194,8 +194,8 @@ class Drive:
             return False
         rank = self.random.choice(left)
         number = self.wanted[rank]
-        self.stream.release(rank, number - 2)
-        group = self.stream.group(number)
+        self.stream.groups.release(rank, number - 2)
+        group = self.stream.groups.get(number)
         if group is None:
             if self.stream.ended(number):
                 self.ended.add(rank)
@@ -203,7 +203,7 @@ class Drive:
             return False
         assert isinstance(group.memory, Piece)
         assert not group.memory.freed
-        self.stream.take(number)
+        self.stream.groups.take(number)
         if rank == min(self.wanted):
             assert isinstance(group.memory.work, BatchWork)
             self.delivered.append(group.memory.work)
@@ -277,8 +277,8 @@ def test_any_order_of_completion_delivers_the_epoch(
     assert all(notes == drive.notes[0] for notes in drive.notes)
     assert [note.position.batches for note in drive.notes[0]] == list(range(1, len(sizes_found) + 1))
     given_up = {one.path for split in stream.quarantined for one in split.fragments}
-    assert {one.path for one in stream.lost} == given_up
-    assert len(stream.lost) == len(given_up)
+    assert {one.path for one in stream.cutter.lost} == given_up
+    assert len(stream.cutter.lost) == len(given_up)
     drive.close()
 
 
