@@ -35,7 +35,6 @@ LONGEST = (
     "tests/flows/test_checkpoint.py",
     "tests/flows/test_characterize.py",
     "tests/flows/test_estimate.py",
-    "tests/flows/test_quality.py",
     "tests/flows/test_sweep.py",
     "tests/pipeline/training/test_asynchronous.py",
     "tests/flows/test_recurring.py",

@@ -29,7 +29,7 @@ FORKED = (
     "pipeline.jobs.training.rank",
     "pipeline.preprocessing.executors",
     "pipeline.jobs.recurring.backtest_rank",
-    "pipeline.jobs.study.rank",
+    "pipeline.study.measure.rank",
 )
 """Modules of our processes, which import much the same."""
 ROOT = Path(__file__).resolve().parent.parent

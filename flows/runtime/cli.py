@@ -34,6 +34,7 @@ from flows.runtime.private import hide, remember
 from flows.runtime.remedies import complete, note_path
 from flows.runtime.server import Process, TemporaryServer
 from pipeline.config import RunConfig, load
+from pipeline.config.complaints import ELSEWHERE
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
@@ -234,7 +235,7 @@ def parse(words: Sequence[str], known: Sequence[str]) -> tuple[dict[str, Any], d
         if key == "again" and "force" in known:
             log.warning("again=%s is called force=%s now; the former name goes with the next version.", text, text)
             key = "force"
-        if "." in key or (key not in known and key in RunConfig.model_fields):
+        if "." in key or (key not in known and (key in RunConfig.model_fields or key in ELSEWHERE)):
             overrides[key] = value
         elif key in known:
             parameters[key] = value
