@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from pydantic import BaseModel
 from safetensors.numpy import load_file
 
 from pipeline.config.files import ROOT
 from pipeline.errors import ContractError
-from pipeline.evaluation import plots
 from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Progress, format_rows, step
 from pipeline.jobs.training.events import Measured
@@ -82,10 +83,7 @@ def compare_plans(
         }
     )  # fmt: skip
     window = min(config.preprocessing.shuffle_window_rows, steps * batch)
-    with (
-        exclusive_dir(workspace.home / "placement" / config.name) as folder,
-        workspace.console.progress() as progress,
-    ):
+    with exclusive_dir(workspace.home / "placement" / config.name) as folder, workspace.console.progress() as progress:
         tracker.reap()
         spec = RankSpec(
             train=data, valid=None, probe=data, model=config.model, training=training, seed=config.seed,
@@ -109,7 +107,7 @@ def compare_plans(
             table = [{key: value for key, value in plan.items() if key != "losses"} for plan in plans]
             logger.info("sharding plans:\n%s", format_rows(table))
             tracker.log_json(run_id, result, "placements.json")
-            tracker.log_figures(run_id, {"placements": plots.sharding_plans(plans)})
+            tracker.log_figures(run_id, {"placements": plot_plans(plans)})
     return result
 
 
@@ -227,3 +225,23 @@ def recommend(plans: Sequence[Mapping[str, Any]], table_optimizer: str) -> dict[
         return None
     best = min(fit, key=lambda plan: max(plan["measured_ms"]))
     return {key: best[key] for key in ("kind", "partitioner", "world_size")} | {"measured_ms": max(best["measured_ms"])}
+
+
+def plot_plans(plans: Sequence[Mapping[str, Any]]) -> Figure:
+    """Plots the loss curves of several sharding plans, and the time per step of each."""
+    figure = Figure(figsize=(8.0, 2.8 + 0.22 * len(plans)), layout="constrained", dpi=110)
+    above, below = figure.subplots(2, gridspec_kw={"height_ratios": [2.4, 0.22 * len(plans)]})
+    names = [f"{p['kind']}, {p['partitioner']}, {p['table_optimizer']}, {p['world_size']} ranks" for p in plans]
+    for plan in plans:
+        above.plot(range(1, len(plan["losses"]) + 1), plan["losses"], linewidth=1.0, alpha=0.6)
+    above.set_title(f"Loss under {len(plans)} sharding plans", fontsize=11)
+    above.set_xlabel("step")
+    above.xaxis.set_major_locator(MaxNLocator(integer=True))
+    above.set_ylabel("log loss")
+    below.barh(names, [max(plan["measured_ms"]) for plan in plans], color="tab:blue")
+    below.invert_yaxis()
+    below.tick_params(axis="y", labelsize=7)
+    below.set_xlabel("ms a step, slowest rank")
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+    return figure

@@ -18,20 +18,11 @@ from pipeline.study.estimate.footprint import (
     PlacedModel,
     estimate_service_bytes,
     estimate_single_rank,
-    make_memory_setup,
     place_on_ranks,
 )
-from pipeline.study.estimate.memory import (
-    DescribedMachine,
-    RankMachine,
-    count_machines,
-    count_workers,
-    derive_shape,
-    estimate_checkpoint_bytes,
-    estimate_epoch_seconds,
-    estimate_fed_speed,
-)
+from pipeline.study.estimate.memory import DescribedMachine, RankMachine, count_machines, estimate_checkpoint_bytes
 from pipeline.study.measure.group import measure_points
+from pipeline.study.measure.machine import Ceilings
 from pipeline.study.measure.results import Load
 from pipeline.study.points.config import CharacterizeConfig
 from pipeline.study.points.points import StudyPoint
@@ -81,17 +72,16 @@ def advise(
     Args:
         study: How to measure the config itself, to compare it with the prediction. None: it is not measured.
     """
-    config = workspace.config
-    speed, shape, kept = (
-        Speed(calibration),
-        derive_shape(config.model, footprint.dense, footprint.bags),
-        make_memory_setup(config.training),
-    )
+    speed, shape = Speed(calibration), footprint.shape
     here, process = calibration.machine, calibration.process_bytes
     room = RankMachine(memory_bytes=here.memory_bytes, most_ranks=here.cores)
     if here.device_memory_bytes is not None:
         room = RankMachine(memory_bytes=here.device_memory_bytes, most_ranks=torch.cuda.device_count(), shared=False)
-    own = advise_machine(workspace, footprint, (here.cpu, room, here.cores, process), speed.predict_step_ms)
+    own = advise_machine(workspace, footprint, (here, room, process), speed.predict_step_ms)
+    other = None
+    if described is not None:
+        facts = (described, described.room, process)
+        other = advise_machine(workspace, footprint, facts, speed.scale_to(described)) | {"measured": False}
     result: dict[str, Any] = {
         "status": "ok",
         "snapshot_id": footprint.snapshot_id,
@@ -99,77 +89,77 @@ def advise(
         "tables": len(shape.tables),
         "table_rows": sum(rows for rows, _ in shape.tables.values()),
         "dense_parameters": shape.dense_parameters,
-        "checkpoint_bytes": estimate_checkpoint_bytes(shape, kept),
+        "checkpoint_bytes": estimate_checkpoint_bytes(shape, workspace.config.training),
         "worker_rows_per_second": footprint.worker_rows_per_second,
         "machine": own,
-        "described": None,
+        "described": other,
         "prediction": {
             "points": len(speed.samples),
             "fitted": speed.fit.fitted,
             "commit": calibration.commit,
             "errors": None if speed.fit.errors is None else speed.fit.errors.model_dump(),
         },
+        "warnings": list_warnings(workspace, footprint, speed, own),
+        "measurement": measure_config(workspace, study, own, footprint.snapshot_id) if study else None,
     }
-    if described is not None:
-        facts = (described.cpu, described.room, described.cores, process)
-        result["described"] = advise_machine(workspace, footprint, facts, speed.scale_to(described)) | {
-            "measured": False
-        }
-    result["warnings"] = list_warnings(workspace, footprint, speed, own)
-    result["measurement"] = measure_config(workspace, study, own, footprint.snapshot_id) if study else None
     return log_advice(workspace, result, speed)
 
 
 def advise_machine(
-    workspace: Workspace, footprint: ModelFootprint, machine: tuple[str, RankMachine, int, int], predict: Predict
+    workspace: Workspace, footprint: ModelFootprint, facts: tuple[Ceilings, RankMachine, int], predict: Predict
 ) -> dict[str, Any]:
     """Returns the advice for a machine.
 
     Args:
-        machine: Name, memory for ranks, cores, and bytes of a rank without a model.
+        facts: The machine, its limits, and the bytes of a rank without a model.
     """
-    name, room, cores, process = machine
+    machine, room, process = facts
     options: list[Option] = []
     most = min(room.most_ranks, MOST_RANKS)
     for world_size in sorted({*list_world_sizes(most), min(workspace.config.training.world_size, most)}):
         try:
-            ranks = place_on_ranks(workspace, footprint, world_size, room, process)
-            options.append(
-                estimate_option(workspace, footprint, ranks, cores, predict(ranks.load, world_size), not room.shared)
-            )
+            placed = place_on_ranks(workspace, footprint, world_size, room, process)
         except ContractError as error:
             options.append(Option(ranks=world_size, fits=False, reason=str(error)))
+            continue
+        step_ms = predict(placed.load, world_size)
+        options.append(estimate_option(workspace, footprint, placed, step_ms, machine.cores, not room.shared))
     fitting = [option for option in options if option.fits]
     fastest = max(fitting, key=lambda option: option.rows_per_second or 0.0, default=None)
     memory, load = estimate_single_rank(workspace, footprint, process)
+    service = estimate_service_bytes(workspace, load)
     return {
-        "name": name,
-        "cores": cores,
+        "name": machine.cpu,
+        "cores": machine.cores,
         "devices": None if room.shared else room.most_ranks,
         "memory_bytes": room.memory_bytes,
         "fewest_ranks": min((option.ranks for option in fitting), default=None),
         "fastest_ranks": fastest and fastest.ranks,
-        "machines_needed": count_machines(memory, room, estimate_service_bytes(workspace, load)),
-        "service_bytes": estimate_service_bytes(workspace, load),
+        "machines_needed": count_machines(memory, room, service),
+        "service_bytes": service,
         "options": [option.model_dump(mode="json") for option in options],
     }
 
 
 def estimate_option(
-    workspace: Workspace, footprint: ModelFootprint, ranks: PlacedModel, cores: int, step_ms: float, devices: bool
+    workspace: Workspace, footprint: ModelFootprint, placed: PlacedModel, step_ms: float, cores: int, devices: bool
 ) -> Option:
-    """Returns the advice for a number of ranks."""
-    rows = workspace.config.training.batch_rows
-    largest = max(ranks.memory, key=lambda one: one.total)
-    speed, worker = 1e3 * rows / step_ms, footprint.worker_rows_per_second
-    fed = speed if worker is None else estimate_fed_speed(speed, worker, cores, devices)
-    total = footprint.rows
+    """Returns the advice for a number of ranks.
+
+    Args:
+        devices: Whether ranks run on devices, and leave the cores to the preprocessing workers.
+    """
+    batch, worker = workspace.config.training.batch_rows, footprint.worker_rows_per_second
+    speed = fed = 1e3 * batch / step_ms
+    if worker is not None:
+        fed = min(speed, cores * worker) if devices else 1 / (1 / speed + 1 / (cores * worker))
+    largest = max(placed.memory, key=lambda one: one.total)
     return Option(
-        ranks=ranks.world_size, fits=ranks.fits, rank_bytes=largest.total, memory=largest.model_dump(),
-        table_bytes=tuple(one.tables for one in ranks.memory), step_ms=step_ms, rows_per_second=speed,
-        workers=None if worker is None else count_workers(speed, worker), fed_rows_per_second=fed,
-        epoch_seconds=None if total is None else estimate_epoch_seconds(total, rows, 1e3 * rows / fed),
-        reason=None if ranks.fits else "not enough memory",
+        ranks=len(placed.memory), fits=placed.fits, rank_bytes=largest.total, memory=largest.model_dump(),
+        table_bytes=tuple(one.tables for one in placed.memory), step_ms=step_ms, rows_per_second=speed,
+        workers=None if worker is None else math.ceil(speed / worker), fed_rows_per_second=fed,
+        epoch_seconds=None if footprint.rows is None else math.ceil(footprint.rows / batch) * batch / fed,
+        reason=None if placed.fits else "not enough memory",
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.study.estimate.calibration_points import draw_points
 from pipeline.study.estimate.memory import DescribedMachine
-from pipeline.study.estimate.predict import TERMS, Ceilings, Fit, StepSample, fit
+from pipeline.study.estimate.predict import TERMS, Fit, StepSample, fit
 from pipeline.study.measure.group import measure_points
 from pipeline.study.measure.machine import Machine, measure_machine, read_memory_bytes, read_processor_name
 from pipeline.study.measure.results import Load, PointResult
@@ -74,7 +74,7 @@ class Speed:
             for result in calibration.results if (one := result.measurement)
         ]  # fmt: skip
         precision = calibration.marks["training"]["dense_precision"]
-        self.fit: Fit = fit(self.samples, Ceilings.model_validate(calibration.machine), precision)
+        self.fit: Fit = fit(self.samples, calibration.machine, precision)
         names = {result.point.key: result.point.name for result in calibration.results}
         self.table: list[dict[str, Any]] = [
             {
@@ -96,8 +96,7 @@ class Speed:
 
     def scale_to(self, machine: DescribedMachine) -> Callable[[Load, int], float]:
         """Returns the same prediction for another machine, scaled by the ratio of ceilings."""
-        ceilings = Ceilings.model_validate(machine)
-        return lambda load, ranks: self.fit.predict(load, ranks, ceilings).step_ms
+        return lambda load, ranks: self.fit.predict(load, ranks, machine).step_ms
 
     def find_extrapolations(self, load: Load, ranks: int) -> list[tuple[str, float]]:
         """Returns (part of a step, multiple of the largest measured work) for parts beyond `FAR`."""

@@ -22,7 +22,7 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
 from pipeline.study.estimate.memory import (
     DescribedMachine,
-    MemorySetup,
+    ModelShape,
     RankMachine,
     RankMemory,
     TablePart,
@@ -30,7 +30,7 @@ from pipeline.study.estimate.memory import (
     estimate_memory,
     has_room,
 )
-from pipeline.study.measure.cost import LoadSetup, TableLoad, count_load
+from pipeline.study.measure.cost import TableLoad, count_load
 from pipeline.study.measure.results import Load
 from pipeline.study.points import workload
 from pipeline.study.points.config import Workload
@@ -58,6 +58,7 @@ class ModelFootprint:
     snapshot_id: int | None
     worker_rows_per_second: float | None
     """Of one preprocessing worker."""
+    shape: ModelShape
 
 
 @step("measure the data")
@@ -74,13 +75,15 @@ def measure_footprint(workspace: Workspace, shape: Workload | None, snapshot_id:
         batches = workload.draw_batches(shape, config.training.batch_rows, SAMPLED_BATCHES, config.seed)
         columns = [_column([batch.sparse[bag.name] for batch in batches]) for bag in bags]
         uses = measure_table_use(bags, columns, config.training.batch_rows)
-        return ModelFootprint(len(plan.dense), bags, uses, None, None, None)
+        whole = derive_shape(config.model, len(plan.dense), bags)
+        return ModelFootprint(len(plan.dense), bags, uses, None, None, None, whole)
     snapshot, data, rows = prepare_rows(workspace, snapshot_id)
-    bags = data.plan.sparse
-    uses = measure_table_use(bags, Worker(data).sample(SAMPLE_ROWS), config.training.batch_rows)
+    plan = data.plan
+    uses = measure_table_use(plan.sparse, Worker(data).sample(SAMPLE_ROWS), config.training.batch_rows)
     return ModelFootprint(
-        len(data.plan.dense), bags, uses, rows, snapshot.snapshot_id, measure_worker_speed(workspace, data)
-    )
+        len(plan.dense), plan.sparse, uses, rows, snapshot.snapshot_id, measure_worker_speed(workspace, data),
+        derive_shape(config.model, len(plan.dense), plan.sparse),
+    )  # fmt: skip
 
 
 def _column(parts: Sequence[Any]) -> Column:
@@ -94,13 +97,8 @@ def measure_worker_speed(workspace: Workspace, data: DataSpec) -> float:
     config = workspace.config
     window = min(config.preprocessing.shuffle_window_rows, config.preprocessing.split_rows)
     whole = config.preprocessing.model_copy(update={"on_corrupt": "fail"})  # nobody would hear of lost rows
-    reader = Client(
-        InlineSource({"train": data}, whole),
-        ("train", data),
-        config.training.batch_rows,
-        config.seed,
-        window,
-    )
+    source = InlineSource({"train": data}, whole)
+    reader = Client(source, ("train", data), config.training.batch_rows, config.seed, window)
     began, rows, seconds = time.perf_counter(), 0, 0.0
     for batch in reader.batches():
         rows += batch.global_rows
@@ -128,10 +126,9 @@ def load_machine(path: str) -> DescribedMachine:
 class PlacedModel:
     """The model on a number of ranks of a machine."""
 
-    world_size: int
-    placement: ShardingPlan
     load: Load
     memory: list[RankMemory]
+    """Of each rank."""
     fits: bool
 
 
@@ -143,41 +140,32 @@ def place_on_ranks(
     Raises:
         ContractError: If the tables cannot be sharded on this number of ranks.
     """
-    config = workspace.config
-    training = set_world_size(config.training, world_size)
+    training = set_world_size(workspace.config.training, world_size)
     memory = room.memory_bytes if not room.shared else room.memory_bytes // world_size
+    planned = training.model_copy(update={"memory_per_rank_bytes": memory}).for_sharding
     kind = DataType.FP16 if training.table_precision == "fp16" else DataType.FP32
-    planned = training.model_copy(update={"memory_per_rank_bytes": memory})
-    device = "cpu" if room.shared else "cuda"
-    model = DLRM(config.model, footprint.dense, footprint.bags, "meta", kind)
-    placement = plan_sharding(model, planned.for_sharding, device, footprint.uses)
+    model = DLRM(workspace.config.model, footprint.dense, footprint.bags, "meta", kind)
+    placement = plan_sharding(model, planned, "cpu" if room.shared else "cuda", footprint.uses)
     load = count_step_load(workspace, footprint, training, placement)
-    shape = derive_shape(config.model, footprint.dense, footprint.bags)
-    kept, rows = make_memory_setup(training), -(-training.batch_rows // world_size)
-    threads = training.threads_per_rank or max(room.most_ranks // world_size, 1)
-    ranks = [
-        estimate_memory(shape, kept, list_rank_parts(placement, rank), rows, load.sample_bytes, process_bytes, threads)
-        for rank in range(world_size)
-    ]
-    return PlacedModel(
-        world_size, placement, load, ranks, has_room(ranks, room, estimate_service_bytes(workspace, load))
-    )
+    parts: list[list[TablePart]] = [[] for _ in range(world_size)]
+    for table in placement:
+        for piece in table.pieces:
+            copied = table.kind == "data_parallel"
+            parts[piece.rank].append(TablePart(rows=piece.rows, columns=piece.columns, copied=copied))
+    rows, threads = -(-training.batch_rows // world_size), max(room.most_ranks // world_size, 1)
+    batch, threads = (rows, load.sample_bytes), training.threads_per_rank or threads
+    ranks = [estimate_memory(footprint.shape, training, own, *batch, process_bytes, threads) for own in parts]
+    return PlacedModel(load, ranks, has_room(ranks, room, estimate_service_bytes(workspace, load)))
 
 
 def estimate_single_rank(
     workspace: Workspace, footprint: ModelFootprint, process_bytes: int
 ) -> tuple[RankMemory, Load]:
     """Estimates memory and load of the model on a single rank, even if it does not fit."""
-    config = workspace.config
-    training = set_world_size(config.training, 1)
-    load, shape = (
-        count_step_load(workspace, footprint, training, ()),
-        derive_shape(config.model, footprint.dense, footprint.bags),
-    )
-    parts = [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()]
-    return estimate_memory(
-        shape, make_memory_setup(training), parts, training.batch_rows, load.sample_bytes, process_bytes
-    ), load
+    training = set_world_size(workspace.config.training, 1)
+    load = count_step_load(workspace, footprint, training, ())
+    batch = (training.batch_rows, load.sample_bytes)
+    return estimate_memory(footprint.shape, training, footprint.shape.parts, *batch, process_bytes), load
 
 
 def set_world_size(training: TrainConfig, world_size: int) -> TrainConfig:
@@ -186,10 +174,9 @@ def set_world_size(training: TrainConfig, world_size: int) -> TrainConfig:
     Raises:
         ConfigError: If the other settings do not allow it.
     """
+    changes = {"world_size": world_size, "hosts": 1, "least_ranks": None}
     try:
-        return TrainConfig.model_validate(
-            training.model_dump() | {"world_size": world_size, "hosts": 1, "least_ranks": None}
-        )
+        return TrainConfig.model_validate(training.model_dump() | changes)
     except ValidationError as error:
         raise ConfigError("training.world_size", error.errors()[0]["msg"], f"{world_size}", "Change it.") from None
 
@@ -208,24 +195,7 @@ def count_step_load(
         lookups = sum(ids * filled for ids, filled in zip(use.ids_per_bag, use.filled_share, strict=True))
         kind = kinds.get(module_name(table), "table_wise")
         uses.append(TableLoad(bags[0].rows, lookups, use.distinct_rows, len(bags), kind))
-    return count_load(workspace.config.model, footprint.dense, uses, LoadSetup.model_validate(training))
-
-
-def make_memory_setup(training: TrainConfig) -> MemorySetup:
-    """Returns the settings that decide what a training keeps in addition to its weights."""
-    return MemorySetup(
-        table_optimizer=training.table_optimizer, table_precision=training.table_precision,
-        dense_optimizer=training.dense_optimizer, average=training.averages,
-        background=training.checkpoint_async,
-    )  # fmt: skip
-
-
-def list_rank_parts(placement: ShardingPlan, rank: int) -> list[TablePart]:
-    """Returns the parts of tables that a rank holds."""
-    return [
-        TablePart(rows=piece.rows, columns=piece.columns, copied=table.kind == "data_parallel")
-        for table in placement for piece in table.pieces if piece.rank == rank
-    ]  # fmt: skip
+    return count_load(workspace.config.model, footprint.dense, uses, training)
 
 
 def estimate_service_bytes(workspace: Workspace, load: Load) -> int:

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Self
 
 import torch
-from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, PositiveInt, model_validator
 
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.errors import ConfigError
 from pipeline.study.measure.cost import BYTES, MOMENTS, count_row_bytes
+from pipeline.study.measure.machine import Ceilings
+from pipeline.training.config import TrainConfig
 
 FLOAT = 4
 """Bytes per number."""
@@ -41,6 +43,11 @@ class ModelShape(BaseModel, frozen=True):
         """Number of dense parameters."""
         return sum(math.prod(shape) for shape in self.weights.values())
 
+    @property
+    def parts(self) -> "list[TablePart]":
+        """The whole tables."""
+        return [TablePart(rows=rows, columns=width) for rows, width in self.tables.values()]
+
 
 def derive_shape(config: DLRMConfig, num_dense: int, bags: Sequence[SparseFeature]) -> ModelShape:
     """Derives the sizes of a model on the meta device, without allocating it.
@@ -67,18 +74,6 @@ def derive_shape(config: DLRMConfig, num_dense: int, bags: Sequence[SparseFeatur
     elif config.interaction == "dcn":
         kept += 5 * config.cross_layers * vectors
     return ModelShape(tables=tables, weights=weights, row_numbers=kept)
-
-
-class MemorySetup(BaseModel, frozen=True):
-    """Settings that determine what training keeps besides the weights."""
-
-    table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
-    table_precision: Literal["fp32", "fp16"] = "fp32"
-    dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
-    average: bool = False
-    """Whether training keeps a running mean of the weights."""
-    background: bool = True
-    """Whether checkpoints are written from a copy while training continues."""
 
 
 class TablePart(BaseModel, frozen=True):
@@ -113,30 +108,25 @@ class RankMemory(BaseModel, frozen=True):
     """Copy for the asynchronous checkpoint."""
 
     @property
-    def state(self) -> int:
-        """Memory that grows with the model."""
-        return self.tables + self.dense + self.average + self.kernel + self.checkpoint
-
-    @property
     def total(self) -> int:
         """Total memory."""
-        return self.process + self.state + self.activations + self.batches
+        return sum(getattr(self, use) for use in type(self).model_fields)
 
 
-def count_table_bytes(part: TablePart, kept: MemorySetup) -> int:
+def count_table_bytes(part: TablePart, training: TrainConfig) -> int:
     """Counts the bytes of a table part and its optimizer state.
 
     Example:
         >>> part = TablePart(rows=10, columns=4)
-        >>> count_table_bytes(part, MemorySetup()), count_table_bytes(part, MemorySetup(table_optimizer="adam"))
+        >>> count_table_bytes(part, TrainConfig()), count_table_bytes(part, TrainConfig(table_optimizer="adam"))
         (200, 480)
     """
-    return part.rows * sum(count_row_bytes(part.columns, kept.table_precision, kept.table_optimizer))
+    return part.rows * sum(count_row_bytes(part.columns, training.table_precision, training.table_optimizer))
 
 
 def estimate_memory(
     shape: ModelShape,
-    kept: MemorySetup,
+    training: TrainConfig,
     parts: Sequence[TablePart],
     rows: int,
     sample_bytes: float,
@@ -150,12 +140,11 @@ def estimate_memory(
         rows: Rows of its share of a batch.
         sample_bytes: Bytes of a row as it reaches the model.
         process_bytes: Measured memory of a rank before it has a model.
-        threads: Threads of the rank.
     """
     weights = FLOAT * shape.dense_parameters
-    tables = sum(count_table_bytes(part, kept) for part in parts)
-    moments = MOMENTS[kept.dense_optimizer] * weights
-    average = weights + sum(_weight_bytes(part, kept) for part in parts) if kept.average else 0
+    tables = sum(count_table_bytes(part, training) for part in parts)
+    moments = MOMENTS[training.dense_optimizer] * weights
+    average = weights + sum(_weight_bytes(part, training) for part in parts) if training.averages else 0
     return RankMemory(
         process=process_bytes,
         tables=tables,
@@ -165,28 +154,20 @@ def estimate_memory(
         batches=round(BATCHES_HELD * rows * sample_bytes),
         kernel=threads * min(SCRATCH_BYTES, FLOAT * max((part.numbers for part in parts), default=0))
         + sum(FLOAT * (part.numbers if part.copied else part.rows) for part in parts),
-        checkpoint=tables + weights + moments + average if kept.background else 0,
+        checkpoint=tables + weights + moments + average if training.checkpoint_async else 0,
     )
 
 
-def estimate_checkpoint_bytes(shape: ModelShape, kept: MemorySetup, parts: Sequence[TablePart] | None = None) -> int:
-    """Estimates the bytes of a checkpoint's files.
-
-    Args:
-        parts: Table parts of all ranks. None: each table is whole.
-    """
-    found = (
-        [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()] if parts is None else list(parts)
-    )
-    records = len(found) * (1 + bool(kept.table_optimizer != "sgd") + (kept.table_optimizer == "adam"))
-    size = sum(count_table_bytes(part, kept) for part in found)
-    moments = MOMENTS[kept.dense_optimizer]
-    names = len(shape.weights)
+def estimate_checkpoint_bytes(shape: ModelShape, training: TrainConfig) -> int:
+    """Estimates the bytes of a checkpoint's files. Each table is written once."""
+    tables, names, moments = shape.parts, len(shape.weights), MOMENTS[training.dense_optimizer]
+    records = len(tables) * {"sgd": 1, "adam": 3}.get(training.table_optimizer, 2)
     records += names * (1 + moments + bool(moments))  # besides moments, the number of updates
+    size = sum(count_table_bytes(part, training) for part in tables)
     size += FLOAT * (shape.dense_parameters * (1 + moments) + names * bool(moments))
-    if kept.average:
-        records += len(found) + names
-        size += FLOAT * shape.dense_parameters + sum(_weight_bytes(part, kept) for part in found)
+    if training.averages:
+        records += len(tables) + names
+        size += FLOAT * shape.dense_parameters + sum(_weight_bytes(part, training) for part in tables)
     return size + RECORD_BYTES * records
 
 
@@ -230,58 +211,13 @@ def count_machines(whole: RankMemory, machine: RankMachine, others_bytes: int = 
     return max(math.ceil(parted / left), 1) if left > 0 else None
 
 
-def count_workers(rows_per_second: float, worker_rows_per_second: float) -> int:
-    """Counts the preprocessing workers that keep training supplied.
-
-    Example:
-        >>> count_workers(45_000.0, 20_000.0)
-        3
-    """
-    return max(math.ceil(rows_per_second / worker_rows_per_second), 1)
+def _weight_bytes(part: TablePart, training: TrainConfig) -> int:
+    return BYTES[training.table_precision] * part.numbers
 
 
-def estimate_fed_speed(speed: float, worker: float, cores: int, devices: bool) -> float:
-    """Estimates the rows per second of training with preprocessing on the same machine.
-
-    Args:
-        speed: Rows per second of training alone, on all cores or on devices.
-        worker: Rows per second of one preprocessing worker, which occupies one core.
-        devices: Whether ranks run on devices and leave the cores to the workers.
-    Example:
-        >>> estimate_fed_speed(100.0, 50.0, 2, devices=False), estimate_fed_speed(100.0, 40.0, 2, devices=True)
-        (50.0, 80.0)
-    """
-    return min(speed, cores * worker) if devices else 1 / (1 / speed + 1 / (cores * worker))
-
-
-def estimate_epoch_seconds(rows: int, batch_rows: int, step_milliseconds: float) -> float:
-    """Estimates the seconds of an epoch. The last batch counts as a whole one.
-
-    Example:
-        >>> estimate_epoch_seconds(1_001, 100, 20.0)
-        0.22
-    """
-    return math.ceil(rows / batch_rows) * step_milliseconds / 1e3
-
-
-def _weight_bytes(part: TablePart, kept: MemorySetup) -> int:
-    return BYTES[kept.table_precision] * part.numbers
-
-
-class DescribedMachine(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class DescribedMachine(Ceilings, frozen=True, extra="forbid"):
     """A machine that is not at hand, with its peak rates from a data sheet or a measurement elsewhere."""
 
-    cpu: str
-    """Display name."""
-    cores: PositiveInt
-    memory_bytes: PositiveInt
-    fp32_gflops: PositiveFloat
-    """Rate of float32 matrix products, on all cores or on one device."""
-    bf16_gflops: PositiveFloat
-    read_gb_per_second: PositiveFloat
-    """Sequential memory reads, on all cores or on one device."""
-    random_gb_per_second: PositiveFloat
-    """Random reads of rows of 64 float32 numbers, on all cores or on one device."""
     devices: PositiveInt | None = None
     """CUDA devices, one per rank. None: ranks run on the cores."""
     device_memory_bytes: PositiveInt | None = None

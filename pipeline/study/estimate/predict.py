@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from pipeline.errors import ConfigError
+from pipeline.study.measure.machine import Ceilings
 from pipeline.study.measure.results import Load
 
 ROUNDS = 12
@@ -26,16 +27,6 @@ LEAST_ERROR = 0.02
 PULL = 0.01
 """Weight of the pull towards typical costs, relative to one sample. A few samples cannot separate kinds of work that
 mostly occur together."""
-
-
-class Ceilings(BaseModel, frozen=True, from_attributes=True):
-    """Peak rates of a machine. `Ceilings.model_validate(machine)` reads them from a `machine.Machine`."""
-
-    fp32_gflops: float
-    bf16_gflops: float
-    read_gb_per_second: float
-    random_gb_per_second: float
-    cores: int
 
 
 class StepSample(BaseModel, frozen=True):

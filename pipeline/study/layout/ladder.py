@@ -243,7 +243,7 @@ class _StepRun:
         self.fetches: list[float] = []
         self.works: list[float] = []
 
-    def fetch(self) -> "_Fetched":
+    def fetch(self) -> _Fetched:
         """Reads all ranges, one after the other."""
         found = _Fetched({}, [])
         for part in (part for ranges in self.ranges for part in ranges):
@@ -252,7 +252,7 @@ class _StepRun:
             found.seconds.append(time.perf_counter() - began)
         return found
 
-    def work(self, fetched: "_Fetched", transform: Transform, first: bool) -> None:
+    def work(self, fetched: _Fetched, transform: Transform, first: bool) -> None:
         """Decodes and transforms what was fetched. The first time, which compiles and connects, does not count."""
         began = time.perf_counter()
         for group, ranges in enumerate(self.ranges):
@@ -264,10 +264,11 @@ class _StepRun:
             self.requests += fetched.seconds
 
     def stats(self, first: "_StepRun") -> StepStats:
-        """Returns the figures, relative to those of the first step."""
-        sizes = [part.end - part.begin for one in self.ranges for part in one]
+        """Returns the figures, relative to those of the first step. Seconds are medians of the rounds that count."""
+        sizes, rows = self.sizes, self.metadata.num_rows
         chunks = (one.column(i) for one in self.groups for i in range(one.num_columns))
         times = np.percentile(1e3 * np.array(self.requests), (50, 99))
+        fetch, work = median(self.fetches), median(self.works)
         return StepStats(
             adds=self.step.adds,
             bytes_stored=sum(chunk.total_compressed_size for chunk in chunks),
@@ -275,31 +276,25 @@ class _StepRun:
             reads=len(sizes),
             read_percentiles=read_percentiles(Counter(f"{1 << size.bit_length()}" for size in sizes)),
             request_milliseconds={"50": round(float(times[0]), 3), "99": round(float(times[1]), 3)},
-            fetch_seconds=self.fetch_seconds,
-            worker_seconds=self.worker_seconds,
-            worker=first.worker_seconds / self.worker_seconds,
-            storage=first.fetch_seconds / self.fetch_seconds,
+            fetch_seconds=fetch,
+            worker_seconds=work,
+            worker=median(first.works) / work,
+            storage=median(first.fetches) / fetch,
             disk=first.disk_seconds / self.disk_seconds,
-            worker_rows_per_second=self.metadata.num_rows / self.worker_seconds,
-            storage_rows_per_second=self.metadata.num_rows / self.fetch_seconds,
+            worker_rows_per_second=rows / work,
+            storage_rows_per_second=rows / fetch,
             published=self.step.published,
         )
 
     @property
-    def fetch_seconds(self) -> float:
-        """Median over the rounds that count."""
-        return median(self.fetches)
-
-    @property
-    def worker_seconds(self) -> float:
-        """The same."""
-        return median(self.works)
+    def sizes(self) -> list[int]:
+        """Bytes of each read."""
+        return [part.end - part.begin for ranges in self.ranges for part in ranges]
 
     @property
     def disk_seconds(self) -> float:
         """By the model of a disk."""
-        sizes = [part.end - part.begin for one in self.ranges for part in one]
-        return len(sizes) * DISK_SECONDS + sum(sizes) / DISK_BYTES
+        return len(self.sizes) * DISK_SECONDS + sum(self.sizes) / DISK_BYTES
 
     def _decode(self, parts: dict[Range, bytes], group: int) -> Iterator[pa.RecordBatch]:
         source = RangeFile(pa.BufferReader(b""), list(parts))  # nothing else is read: an error otherwise

@@ -11,35 +11,19 @@ Source:
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import BaseModel
 
 from models.config import DLRMConfig, SparseFeature
 from pipeline.data.batch import Batch
 from pipeline.study.measure.results import Load
+from pipeline.training.config import ROW_SHARDING, TrainConfig
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 ID_BYTES, LENGTH_BYTES = 8, 4
 MOMENTS = {"sgd": 0, "adagrad": 1, "adam": 2, "adamw": 2}
 """Numbers that a dense optimizer keeps per parameter."""
-CUT_ROWS = ("row_wise", "table_row_wise", "grid_shard")
-"""Sharding types that split a table by rows."""
-
-
-class LoadSetup(BaseModel, frozen=True, from_attributes=True):
-    """Settings that a load depends on besides the model. `LoadSetup.model_validate(training)` reads a TrainConfig."""
-
-    batch_rows: int
-    world_size: int = 1
-    sync: str = "synchronous"
-    table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
-    table_precision: Literal["fp32", "fp16"] = "fp32"
-    dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
-    dense_precision: Literal["fp32", "bf16"] = "fp32"
-    vector_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
-    gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
 
 
 class TableLoad(NamedTuple):
@@ -77,7 +61,7 @@ def count_batch_load(
     dense_features: int,
     bags: Sequence[SparseFeature],
     batches: Sequence[Batch],
-    setup: LoadSetup,
+    training: TrainConfig,
     kinds: Mapping[str, str] | None = None,
 ) -> Load:
     """Counts the mean load of these batches.
@@ -86,14 +70,15 @@ def count_batch_load(
         batches: Global batches or shares of one rank. Shares are combined until they have `batch_rows` rows.
         kinds: Table -> sharding type. table_wise by default.
     """
-    return count_load(model, dense_features, list(count_table_loads(bags, batches, setup, kinds or {}).values()), setup)
+    uses = count_table_loads(bags, batches, training.batch_rows, kinds or {})
+    return count_load(model, dense_features, list(uses.values()), training)
 
 
 def count_table_loads(
-    bags: Sequence[SparseFeature], batches: Sequence[Batch], setup: LoadSetup, kinds: Mapping[str, str]
+    bags: Sequence[SparseFeature], batches: Sequence[Batch], batch_rows: int, kinds: Mapping[str, str]
 ) -> dict[str, TableLoad]:
     """Counts the lookups of these batches in each table."""
-    together = max(round(setup.batch_rows / max(len(batches[0].labels), 1)), 1)
+    together = max(round(batch_rows / max(len(batches[0].labels), 1)), 1)
     steps = [batches[i : i + together] for i in range(0, max(len(batches) // together, 1) * together, together)]
     rows = sum(len(batch.labels) for step in steps for batch in step)
     members: dict[str, list[SparseFeature]] = {}
@@ -113,17 +98,17 @@ def count_table_loads(
     return uses
 
 
-def count_load(model: DLRMConfig, dense_features: int, uses: Sequence[TableLoad], setup: LoadSetup) -> Load:
+def count_load(model: DLRMConfig, dense_features: int, uses: Sequence[TableLoad], training: TrainConfig) -> Load:
     """Counts the load of a model from the lookups in its tables."""
-    rows, width = setup.batch_rows, model.embedding_width
+    rows, width = training.batch_rows, model.embedding_width
     features = sum(use.features for use in uses)
     vectors = features + (1 if dense_features else 0)
     layers = list_layers(model, dense_features, vectors)
     parameters = sum(layer.parameters for layer in layers)
     lookups = rows * sum(use.lookups_per_row for use in uses)
     distinct = sum(use.distinct_rows for use in uses)
-    row_bytes, state_bytes = count_row_bytes(width, setup.table_precision, setup.table_optimizer)
-    activations = count_activation_bytes(layers, vectors * width, setup)
+    row_bytes, state_bytes = count_row_bytes(width, training.table_precision, training.table_optimizer)
+    activations = count_activation_bytes(layers, vectors * width, training)
     return Load(
         rows=rows,
         mlp_flop=sum((6 if one.learns_inputs else 4) * rows * one.inputs * one.outputs for one in layers),
@@ -131,8 +116,8 @@ def count_load(model: DLRMConfig, dense_features: int, uses: Sequence[TableLoad]
         lookups=lookups,
         distinct_rows=distinct,
         embedding_bytes=row_bytes * lookups + 2 * (row_bytes + state_bytes) * distinct,
-        dense_bytes=count_parameter_bytes(parameters, setup) + activations,
-        communication_bytes=count_communication_bytes(uses, parameters, width, setup),
+        dense_bytes=count_parameter_bytes(parameters, training) + activations,
+        communication_bytes=count_communication_bytes(uses, parameters, width, training),
         dense_parameters=parameters,
         sparse_features=features,
         layers=len(layers),
@@ -178,26 +163,26 @@ def count_row_bytes(width: int, precision: str, optimizer: str) -> tuple[int, in
     return BYTES[precision] * width, state[optimizer]
 
 
-def count_parameter_bytes(parameters: int, setup: LoadSetup) -> float:
+def count_parameter_bytes(parameters: int, training: TrainConfig) -> float:
     """Counts the memory traffic of dense parameters on all ranks.
 
     Parameters are read forward and backward, and their gradients are written. The update reads gradients, and reads and
     writes parameters and moments. That is 6 + 2 moments numbers per parameter.
     """
-    return BYTES["fp32"] * (6.0 + 2 * MOMENTS[setup.dense_optimizer]) * parameters * setup.world_size
+    return BYTES["fp32"] * (6.0 + 2 * MOMENTS[training.dense_optimizer]) * parameters * training.world_size
 
 
-def count_activation_bytes(layers: Sequence[Layer], side_by_side: int, setup: LoadSetup) -> float:
+def count_activation_bytes(layers: Sequence[Layer], side_by_side: int, training: TrainConfig) -> float:
     """Counts the memory traffic of activations.
 
     The input of the first layer, the outputs of each layer and the vectors of the interaction are written and read
     forward and read again backward. Their gradients are written and read. That is 5 numbers each.
     """
     of_a_row = side_by_side + layers[0].inputs + sum(layer.results * layer.outputs for layer in layers)
-    return 5.0 * BYTES[setup.dense_precision] * setup.batch_rows * of_a_row
+    return 5.0 * BYTES[training.dense_precision] * training.batch_rows * of_a_row
 
 
-def count_communication_bytes(uses: Sequence[TableLoad], parameters: int, width: int, setup: LoadSetup) -> float:
+def count_communication_bytes(uses: Sequence[TableLoad], parameters: int, width: int, training: TrainConfig) -> float:
     """Counts the bytes that ranks send to one another.
 
     Ids and lengths go to the ranks that hold the rows: (W - 1) / W of them. For whole tables, vectors come back and
@@ -209,16 +194,16 @@ def count_communication_bytes(uses: Sequence[TableLoad], parameters: int, width:
         Mudigere et al. 2022, arXiv:2104.05158, section 3 (sharding types); Thakur, Rabenseifner, Gropp 2005 (volume
         of the collectives).
     """
-    ranks, rows = setup.world_size, setup.batch_rows
-    if ranks == 1 or setup.sync != "synchronous":
+    ranks, rows = training.world_size, training.batch_rows
+    if ranks == 1 or training.sync != "synchronous":
         return 0.0
     sent = 2.0 * (ranks - 1) * BYTES["fp32"] * parameters
-    numbers = BYTES[setup.vector_communication] + BYTES[setup.gradient_communication]
+    numbers = BYTES[training.vector_communication] + BYTES[training.gradient_communication]
     for use in uses:
         if use.kind == "data_parallel":
-            sent += 2.0 * (ranks - 1) * BYTES[setup.table_precision] * width * use.rows
+            sent += 2.0 * (ranks - 1) * BYTES[training.table_precision] * width * use.rows
             continue
-        cut = use.kind in CUT_ROWS
+        cut = use.kind in ROW_SHARDING
         sent += ID_BYTES * rows * use.lookups_per_row * (ranks - 1) / ranks
         every = ranks - 1 if cut else (ranks - 1) / ranks
         sent += (LENGTH_BYTES + numbers * width) * rows * use.features * every

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal, Self, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationInfo
+from pydantic import BaseModel, ValidationInfo, model_validator
 
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
@@ -21,10 +21,10 @@ from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker
 from pipeline.study.measure.rank import MeasureSpec, MeasureTask
 from pipeline.study.measure.results import Measurement, PointResult
-from pipeline.study.points.config import CharacterizeConfig
-from pipeline.study.points.dataset import choose_rows, write_dataset
+from pipeline.study.points.config import CharacterizeConfig, Workload
 from pipeline.study.points.load import StudyConfig, load_study
 from pipeline.study.points.points import StudyPoint
+from pipeline.study.points.table import choose_rows, write_dataset
 from pipeline.study.points.workload import make_plan
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.tables.statistics import SAMPLE_ROWS, TableUse, measure_table_use
@@ -37,48 +37,27 @@ OnResult = Callable[[PointResult, bool], PointResult]
 """Called with a result and whether it is from an earlier process. Returns the result to store."""
 
 
-def _check_key(key: str, info: ValidationInfo) -> str:
-    if key not in (info.context or ()):
-        raise ValueError("no point that is measured now")
-    return key
+class PointEvent(BaseModel, frozen=True):
+    """What the ranks say about a point. The context of the validation has the keys of points that they measure."""
+
+    event: Literal["point_begins", "point", "point_failed"]
+    key: str
+    measurement: Measurement | None = None
+    reason: str = ""
+
+    @model_validator(mode="after")
+    def _fits(self, info: ValidationInfo) -> Self:
+        if self.key not in (info.context or ()):
+            raise ValueError("no point that is measured now")
+        if (self.event == "point") != (self.measurement is not None):
+            raise ValueError("a measurement of each point that is measured, and of no other one")
+        return self
 
 
-Key = Annotated[str, AfterValidator(_check_key)]
-"""Key of a point that the ranks still measure."""
-
-
-class _Begun(BaseModel, frozen=True):
-    """The ranks begin to measure a point."""
-
-    event: Literal["point_begins"]
-    key: Key
-
-
-class _Measured(BaseModel, frozen=True):
-    """The ranks have measured a point."""
-
-    event: Literal["point"]
-    key: Key
-    measurement: Measurement
-
-
-class _Failed(BaseModel, frozen=True):
-    """A point cannot be measured."""
-
-    event: Literal["point_failed"]
-    key: Key
-    reason: str
-
-
-READ: TypeAdapter[_Begun | _Measured | _Failed] = TypeAdapter(
-    Annotated[_Begun | _Measured | _Failed, Field(discriminator="event")]
-)
-KINDS = {"point_begins", "point", "point_failed"}
-
-
-def read_point(event: Event, keys: Collection[str]) -> _Begun | _Measured | _Failed | None:
+def read_point(event: Event, keys: Collection[str]) -> PointEvent | None:
     """Returns what an event says about one of the points with these keys. None: it says something else."""
-    return READ.validate_python(event, context=keys) if event["event"] in KINDS else None
+    known = get_args(PointEvent.model_fields["event"].annotation)
+    return PointEvent.model_validate(event, context=keys) if event["event"] in known else None
 
 
 def make_point_config(config: RunConfig, study: CharacterizeConfig, point: StudyPoint) -> StudyConfig:
@@ -162,16 +141,10 @@ def _prepare_point(workspace: Workspace, settings: StudyConfig, point: StudyPoin
     """
     study, training = settings.characterize, settings.training
     data = rows.load(workspace.with_config(settings.run), study)
-    shape = study.workload if data is None else None
-    if data is not None:
-        plan = data.plan
-    else:
-        assert shape is not None
-        plan = make_plan(shape)
+    plan = make_plan(cast(Workload, study.workload)) if data is None else data.plan
     one = MeasureTask(
         key=point.key, model=settings.model, training=training, preprocessing=settings.preprocessing,
-        seed=settings.seed, plan=plan, workload=shape, data=data,
-        warm_up_steps=study.warm_up_steps, steps=study.steps, repeats=study.repeats, seconds=study.seconds,
+        seed=settings.seed, plan=plan, study=study, data=data,
     )  # fmt: skip
     uses = {} if data is None else rows.measure_uses(data, training.batch_rows)
     return ReadyPoint(point, plan_placement(one, uses), data if study.data == "files" else None)
@@ -222,13 +195,13 @@ def _measure_group(members: Sequence[ReadyPoint], folder: Path, done: Callable[[
 
         def on_event(event: Event) -> None:
             nonlocal current
-            match read_point(event, left):
-                case _Begun(key=key):
-                    current = key
-                case _Measured(key=key, measurement=measurement):
-                    done(PointResult(point=left.pop(key).point, state="measured", measurement=measurement))
-                case _Failed(key=key, reason=reason):
-                    done(PointResult(point=left.pop(key).point, state="failed", reason=reason))
+            said = read_point(event, left)
+            if said is not None and said.event == "point_begins":
+                current = said.key
+            elif said is not None:
+                point, found = left.pop(said.key).point, said.measurement
+                state: Literal["measured", "failed"] = "failed" if found is None else "measured"
+                done(PointResult(point=point, state=state, measurement=found, reason=said.reason or None))
 
         try:
             _run(list(left.values()), folder, on_event)

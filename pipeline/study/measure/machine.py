@@ -1,6 +1,5 @@
-"""Peak rates of a machine, measured in a few seconds, and its power."""
+"""Peak rates of a machine, measured in a few seconds."""
 
-import importlib
 import os
 import platform
 import time
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, PositiveFloat, PositiveInt
 
 ROWS, WIDTH, LOOKUPS = 1 << 21, 64, 1 << 17
 """Shape and lookups of the gathered table. 512 MiB exceed most caches."""
@@ -19,32 +18,35 @@ SLOW_SECONDS = 0.1
 """A product of a sixteenth of the rows that takes longer than this is not repeated with all rows."""
 
 
-class Machine(BaseModel, frozen=True):
-    """Resources and peak rates of a machine with all requested threads. On CUDA, the rates of one device.
+class Ceilings(BaseModel, frozen=True):
+    """A machine with its peak rates, on all cores or on one CUDA device."""
+
+    cpu: str
+    """Display name."""
+    cores: PositiveInt
+    memory_bytes: PositiveInt
+    """Of the host."""
+    fp32_gflops: PositiveFloat
+    """Rate of float32 matrix products."""
+    bf16_gflops: PositiveFloat
+    read_gb_per_second: PositiveFloat
+    """Sequential memory reads."""
+    random_gb_per_second: PositiveFloat
+    """Rows of 64 float32 numbers, read at random and summed."""
+
+
+class Machine(Ceilings, frozen=True):
+    """This machine, as far as this process may use it, measured with all requested threads.
 
     Source:
         Williams, Waterman, Patterson 2009, "Roofline": ceilings are measured, not taken from data sheets.
     """
 
-    cpu: str
-    cores: int
-    """Cores that this process may use."""
-    memory_bytes: int
-    """Host memory that this process may use."""
     threads: int
     """Threads during the measurement."""
     device: Literal["cpu", "cuda"] = "cpu"
     device_name: str | None = None
-    """Name of the CUDA device."""
     device_memory_bytes: int | None = None
-    fp32_gflops: float
-    """Rate of float32 matrix products."""
-    bf16_gflops: float
-    """Rate of bfloat16 matrix products."""
-    read_gb_per_second: float
-    """Sequential memory reads."""
-    random_gb_per_second: float
-    """Rows of 64 float32 numbers, read at random and summed."""
 
 
 def measure_machine(threads: int, device: str = "cpu") -> Machine:
@@ -75,7 +77,7 @@ def measure_machine(threads: int, device: str = "cpu") -> Machine:
         memory_bytes=read_memory_bytes(),
         threads=threads,
         **accelerator,
-        **{name: round(value, 1) for name, value in ceilings.items()},
+        **{name: max(round(value, 1), 0.1) for name, value in ceilings.items()},
     )
 
 
@@ -132,61 +134,3 @@ def read_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     total = psutil.virtual_memory().total
     allowed = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"
     return min(total, int(allowed)) if allowed.isdigit() else total
-
-
-class Power:
-    """Power of the processors or CUDA devices, from their energy counters.
-
-    Processors are read from RAPL, which most systems restrict to root. Devices are read from NVML, if the package
-    `nvidia-ml-py` is installed.
-
-    Args:
-        device: `cpu` or `cuda`.
-        root: Folder of RAPL.
-    """
-
-    def __init__(self, device: str = "cpu", root: Path = Path("/sys/class/powercap")) -> None:
-        # `intel-rapl:0` is a package. `intel-rapl:0:1` is a part of it and already counted in it.
-        packages = sorted(path for path in root.glob("intel-rapl:*") if path.name.count(":") == 1)
-        self._read = _nvml if device == "cuda" else lambda: _rapl(packages)
-        self._last = self._read()
-        self._since = time.perf_counter()
-
-    def watts(self) -> float | None:
-        """Returns the mean watts since the last call, or since the start. None: not readable."""
-        before, since = self._last, self._since
-        self._last, self._since = self._read(), time.perf_counter()
-        if not before or self._last.keys() != before.keys() or self._since <= since:
-            return None
-        joules = 0.0
-        for name, (now, wraps_at) in self._last.items():
-            used = now - before[name][0]
-            joules += used if used >= 0 else used + wraps_at
-        return joules / (self._since - since)
-
-
-Energy = dict[str, tuple[float, float]]
-"""Counter -> (joules so far, joules at which it wraps around). Empty: none is readable."""
-
-
-def _rapl(packages: list[Path]) -> Energy:
-    try:
-        return {
-            path.name: tuple(1e-6 * int((path / name).read_text()) for name in ("energy_uj", "max_energy_range_uj"))  # type: ignore[misc]
-            for path in packages
-        }
-    except (OSError, ValueError):
-        return {}
-
-
-def _nvml() -> Energy:
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-        return {
-            str(number): (1e-3 * nvml.nvmlDeviceGetTotalEnergyConsumption(handle), 0.0)
-            for number, handle in enumerate(handles)
-        }
-    except Exception:  # not installed, no driver, or no counter: NVML has an error class for each
-        return {}

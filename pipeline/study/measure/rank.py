@@ -30,12 +30,11 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.transport.places import ServiceAddress
 from pipeline.study.measure import phases
-from pipeline.study.measure.cost import LoadSetup, count_batch_load
-from pipeline.study.measure.machine import Power
+from pipeline.study.measure.cost import count_batch_load
 from pipeline.study.measure.phases import BACKWARD, StepPart, StepSplit
 from pipeline.study.measure.results import Measurement, Spread
 from pipeline.study.points import workload
-from pipeline.study.points.config import Workload
+from pipeline.study.points.config import CharacterizeConfig
 from pipeline.training.asynchronous import AsyncTrainer
 from pipeline.training.config import TrainConfig
 from pipeline.training.interaction import NumbaDots
@@ -72,17 +71,13 @@ class MeasureTask(BaseModel, frozen=True):
     preprocessing: PreprocessingConfig
     seed: int
     plan: Plan
-    workload: Workload | None
-    """Shape of the batches that are drawn in memory. None: batches come from `data`."""
+    study: CharacterizeConfig
+    """How to measure, and the shape of the batches that are drawn in memory if there is no `data`."""
     data: DataSpec | None
     service: str | ServiceAddress | None = None
     """Address of the preprocessing service, which has `data` under the name `train`. None: the first batches are read
     before the clock starts."""
     placement: ShardingPlan | None = None
-    warm_up_steps: int
-    steps: int
-    repeats: int
-    seconds: int | None
 
 
 class MeasureSpec(BaseModel, frozen=True):
@@ -151,16 +146,14 @@ class MeasuredPoint:
         memory = Memory(self.device)
         began = time.perf_counter()
         self.build()
-        for _ in range(task.warm_up_steps):
+        for _ in range(task.study.warm_up_steps):
             self.step()
-        warm = self.gather_slowest([time.perf_counter() - began])[0] / task.warm_up_steps
-        power = Power(self.device.type)
+        warm = self.gather_slowest([time.perf_counter() - began])[0] / task.study.warm_up_steps
         seconds = self.repeat(warm)
-        watts = power.watts()
         spread = Spread.of([1e3 * value for value in seconds])
         split = self.split(spread.median)
         peak, above = self.gather_slowest(memory.peaks())
-        return self.make_measurement(seconds, split, (int(peak), int(above)), watts)
+        return self.make_measurement(seconds, split, (int(peak), int(above)))
 
     def prepare(self) -> None:
         """Does the work that can fail on a single rank."""
@@ -223,11 +216,11 @@ class MeasuredPoint:
             warm: About the seconds of a step. Repeats get fewer steps if even the least number would take too long.
         """
         assert self.trainer is not None
-        task, found, whole = self.task, list[float](), 0.0
-        steps = task.steps
-        if task.seconds is not None:
-            steps = min(steps, max(int(task.seconds / LEAST_REPEATS / max(warm, 1e-6)), 1))
-        while len(found) < task.repeats:
+        study, found, whole = self.task.study, list[float](), 0.0
+        steps = study.steps
+        if study.seconds is not None:
+            steps = min(steps, max(int(study.seconds / LEAST_REPEATS / max(warm, 1e-6)), 1))
+        while len(found) < study.repeats:
             dist.barrier()
             began = time.perf_counter()
             for _ in range(steps):
@@ -237,7 +230,7 @@ class MeasuredPoint:
             self.trainer.times.clear()
             found.append(taken / steps)
             whole += taken
-            if task.seconds is not None and whole > task.seconds and len(found) >= LEAST_REPEATS:
+            if study.seconds is not None and whole > study.seconds and len(found) >= LEAST_REPEATS:
                 break
         return found
 
@@ -264,9 +257,7 @@ class MeasuredPoint:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return [float(value) for value in largest.tolist()]
 
-    def make_measurement(
-        self, seconds: Sequence[float], split: StepSplit, memory: tuple[int, int], watts: float | None
-    ) -> Measurement:
+    def make_measurement(self, seconds: Sequence[float], split: StepSplit, memory: tuple[int, int]) -> Measurement:
         """Returns all results of the point."""
         task = self.task
         rows = task.training.batch_rows
@@ -276,7 +267,7 @@ class MeasuredPoint:
         kinds = {table.table: table.kind for table in task.placement or ()}
         load = count_batch_load(
             task.model, len(task.plan.dense), task.plan.sparse, [batch.to(torch.device("cpu")) for batch in kept],
-            LoadSetup.model_validate(task.training), kinds,
+            task.training, kinds,
         )  # fmt: skip
         cores = task.training.world_size * (torch.get_num_threads() if self.device.type == "cpu" else 1)
         return Measurement(
@@ -284,7 +275,7 @@ class MeasuredPoint:
             split_ms={phase: share * step.median for phase, share in split.shares.items()},
             outside_share=min(split.outside_ms / step.median, 1.0),
             peak_bytes=memory[0], model_bytes=memory[1], load=load,
-            watts=watts, rows_per_second_per_core=speed.median / cores, device=self.device.type, repeats=len(seconds),
+            rows_per_second_per_core=speed.median / cores, device=self.device.type, repeats=len(seconds),
         )  # fmt: skip
 
 
@@ -295,8 +286,8 @@ def load_batches(task: MeasureTask, rank: int) -> list[Batch]:
         ConfigError: If there are too few rows for one batch.
     """
     rows, world_size = task.training.batch_rows, task.training.world_size
-    if task.workload is not None:
-        shape = task.workload
+    shape = task.study.workload
+    if task.data is None and shape is not None:
         sample = 4 * shape.dense_features + (8 * shape.lookups + 4) * shape.sparse_features
         count = max(min(BATCHES, BATCHES_BYTES * world_size // (rows * max(sample, 1))), 4)
         return workload.draw_batches(shape, rows, count, task.seed, rank, world_size)

@@ -87,8 +87,6 @@ class Measurement(BaseModel, frozen=True):
     model_bytes: int
     """Peak resident memory of a rank above its level before the model was built."""
     load: Load
-    watts: float | None
-    """Mean power of the processors or devices. None: not readable."""
     rows_per_second_per_core: float
     device: str
     repeats: int
@@ -103,6 +101,10 @@ class Measurement(BaseModel, frozen=True):
         """Memory traffic per time of a step."""
         return 1e-6 * self.load.bytes / self.step_ms.median
 
+    def share(self, phase: str) -> float:
+        """Share of a phase in a step."""
+        return self.split_ms.get(phase, 0.0) / (sum(self.split_ms.values()) or 1.0)
+
     def flat(self) -> dict[str, float]:
         """Returns all numbers by name, as columns in MLflow."""
         spreads = {"rows_per_second": self.rows_per_second, "step_ms": self.step_ms}
@@ -111,11 +113,8 @@ class Measurement(BaseModel, frozen=True):
         found |= {f"ms_{phase}": value for phase, value in self.split_ms.items()}
         found |= {"bytes_per_sample": self.load.sample_bytes, "flop_per_sample": self.load.flop / self.load.rows}
         found |= {"gflop_per_second": self.gflop_per_second, "gb_per_second": self.gb_per_second}
-        plain = {"outside_share", "peak_bytes", "model_bytes", "watts", "rows_per_second_per_core"}
-        found |= self.model_dump(include=plain, exclude_none=True)
-        if self.watts:
-            found["rows_per_second_per_watt"] = self.rows_per_second.median / self.watts
-        return found
+        plain = {"outside_share", "peak_bytes", "model_bytes", "rows_per_second_per_core"}
+        return found | self.model_dump(include=plain, exclude_none=True)
 
 
 class PointResult(BaseModel, frozen=True):
@@ -148,3 +147,8 @@ class StudyResults(BaseModel, frozen=True):
     def measured(self) -> list[PointResult]:
         """Results that have a measurement."""
         return [result for result in self.results if result.measurement is not None]
+
+    @property
+    def measurements(self) -> list[Measurement]:
+        """The measurements of these."""
+        return [result.measurement for result in self.results if result.measurement is not None]

@@ -1,4 +1,4 @@
-"""The rows of a workload as a raw table. A reader has to hash and truncate them, like rows of logs."""
+"""The rows of a workload in a table, for readers. They have to hash and truncate them, like rows of logs."""
 
 import datetime
 import hashlib
@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from pipeline.data.selection import Selection
+from pipeline.preprocessing.dataset import DataSpec
 from pipeline.study.points.config import Workload
 from pipeline.study.points.workload import draw_batches, table_sizes
 from pipeline.transforms.ops.dense import FillNull, Standardise
 from pipeline.transforms.ops.sparse import FirstX, SigridHash
+from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig
-from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2025, 1, 6)
@@ -25,10 +27,29 @@ CHUNK_VALUES = 1 << 22
 """Numbers and ids per chunk and row group."""
 MOST_ROWS = 65_536
 """Rows of a row group at most, as in other tables."""
+EPOCH_BATCHES = 32
+"""Batches of an epoch. With fewer, the start of an epoch would count too much."""
+EPOCH_VALUES = 1 << 26
+"""Most numbers and ids of an epoch, unless four batches have more. Writing them takes longer than measuring."""
 
 
-def write_workload(workload: Workload, rows: int, folder: Path, seed: int) -> tuple[Warehouse, SnapshotRef]:
-    """Writes one day with this many rows to an embedded catalog in the folder, unless it is already there."""
+def choose_rows(workload: Workload, batch_rows: int) -> int:
+    """Returns the number of rows to read, epoch after epoch, while a point is measured.
+
+    Example:
+        >>> choose_rows(Workload(), 2_048), choose_rows(Workload(dense_features=4_096, sparse_features=128), 2_048)
+        (65536, 12288)
+    """
+    most = EPOCH_VALUES // (workload.dense_features + workload.sparse_features * workload.lookups) // batch_rows
+    return batch_rows * max(min(EPOCH_BATCHES, most), 4)
+
+
+def write_dataset(workload: Workload, rows: int, folder: Path, seed: int) -> DataSpec:
+    """Writes one day with this many rows to an embedded catalog in the folder, unless it is already there.
+
+    Returns:
+        How to read it.
+    """
     inputs = f"{LAYOUT} {rows} {seed} {workload.model_dump_json()}"
     identity = hashlib.sha256(inputs.encode()).hexdigest()[:16]
     table = f"workload_{identity}"
@@ -36,10 +57,15 @@ def write_workload(workload: Workload, rows: int, folder: Path, seed: int) -> tu
     group = max(min(CHUNK_VALUES // max(width, 1), MOST_ROWS), 1)
     warehouse = Warehouse(WarehouseConfig(row_group_rows=group, file_rows=4 * group), folder)
     if warehouse.written_days(table).get(DAY) == identity:
-        return warehouse, warehouse.current(table)
-    uncut = workload.model_copy(update={"truncation": 2**31 - 1})
-    schema = next(_chunks(uncut, 1, 1, seed)).schema
-    return warehouse, warehouse.replace_days(table, {DAY: identity}, schema, _chunks(uncut, rows, group, seed), rows)
+        snapshot = warehouse.current(table)
+    else:
+        uncut = workload.model_copy(update={"truncation": 2**31 - 1})
+        schema, chunks = next(_chunks(uncut, 1, 1, seed)).schema, _chunks(uncut, rows, group, seed)
+        snapshot = warehouse.replace_days(table, {DAY: identity}, schema, chunks, rows)
+    return DataSpec(
+        warehouse=warehouse.config, home=str(folder), snapshot=snapshot, selection=Selection(days=(DAY,)),
+        plan=build_plan(make_schema(workload), warehouse.schema(snapshot)), label=LABEL,
+    )  # fmt: skip
 
 
 def make_schema(workload: Workload) -> FeatureSchema:

@@ -140,18 +140,14 @@ def _together(checked: Sequence[ShapeVerdict], figure: str) -> tuple[Verdict, st
     return (verdicts.pop() if len(verdicts) == 1 else "cannot tell"), text
 
 
-def _qualities(study: StudyResults) -> list[tuple[float, float, float]]:
+def list_qualities(study: StudyResults) -> list[tuple[float, float, float]]:
     """Lists (batch rows, NE with the learning rates of the config, NE with tuned ones), in order."""
-    found = [
-        (result.point.values["training.batch_rows"], result.quality["ne"], result.quality["tuned_ne"])
-        for result in study.results
-        if result.quality is not None and "training.batch_rows" in result.point.values
-    ]
-    return sorted(found)
+    found = [(result.point.values.get(BATCH), result.quality) for result in study.results]
+    return sorted((rows, ne["ne"], ne["tuned_ne"]) for rows, ne in found if rows is not None and ne is not None)
 
 
 def _ne_grows(study: StudyResults) -> tuple[Verdict, str]:
-    found = _qualities(study)
+    found = list_qualities(study)
     if len(found) < 2:
         return "cannot tell", "fewer than 2 batch sizes"
     (small, base, _), (large, ne, _) = found[0], found[-1]
@@ -160,7 +156,7 @@ def _ne_grows(study: StudyResults) -> tuple[Verdict, str]:
 
 
 def _tuning_helps(study: StudyResults) -> tuple[Verdict, str]:
-    found = _qualities(study)
+    found = list_qualities(study)
     if len(found) < 2 or found[-1][1] - found[0][1] <= CHANCE_NE:
         return "cannot tell", "no loss to recover"
     (_, base, _), (large, ne, tuned) = found[0], found[-1]
@@ -170,80 +166,63 @@ def _tuning_helps(study: StudyResults) -> tuple[Verdict, str]:
 
 
 def _a_gap_stays(study: StudyResults) -> tuple[Verdict, str]:
-    found = _qualities(study)
+    found = list_qualities(study)
     if len(found) < 2:
         return "cannot tell", "fewer than 2 batch sizes"
-    gap = found[-1][2] - found[0][2]
-    text = (
-        f"tuned NE {found[0][2]:.4f} at {format_value(found[0][0])}, {found[-1][2]:.4f} at {format_value(found[-1][0])}"
-    )
+    (small, _, first), (large, _, last) = found[0], found[-1]
+    text = f"tuned NE {first:.4f} at {format_value(small)}, {last:.4f} at {format_value(large)}"
+    gap = last - first
     return ("agrees" if gap > CHANCE_NE else "disagrees" if gap <= 0 else "cannot tell"), text
 
 
 DENSE, SPARSE, HASH = "workload.dense_features", "workload.sparse_features", "workload.hash_size"
 BATCH, LOOKUPS = "training.batch_rows", "workload.lookups"
 RATIO = "throughput times"
+LATE, SLOWEST = "late slope over early slope", "slowest over fastest"
+PLACES = [("one rank", "uvm_caching"), ("one rank", "uvm")], [("one rank", "table_wise"), ("one rank", "row_wise")]
+_BY_FIGURE: dict[tuple[str, str], dict[str, ClaimCheck]] = {
+    ("E1", "figure 10"): {
+        "throughput falls with the number of sparse features": _along(SPARSE, _falls, RATIO),
+        "throughput falls with the number of dense features": _along(DENSE, _falls, RATIO),
+    },
+    ("E2", "figure 11"): {
+        "larger batches raise throughput": _along(BATCH, _rises, RATIO),
+        "throughput saturates as batches grow further": _along(BATCH, _saturates, LATE, spots=3),
+    },
+    ("E3", "figure 12"): {
+        "the hash size hardly matters to throughput while tables fit into memory": _along(
+            HASH, _hardly_matters, SLOWEST
+        )
+    },
+    ("E4", "figure 13"): {
+        "wider MLPs cost throughput": _along("mlp width", _falls, RATIO),
+        "narrow MLPs cost little, and the wider they are the more a wider one costs": _along(
+            "mlp width", _steepens, "late slope less early slope", spots=3
+        ),
+        "deeper MLPs cost throughput": _along("mlp layers", _falls, RATIO),
+    },
+    ("E5", "figure 14"): {
+        "tables in the memory of the device train faster than tables in the host's": _in_order("placement", PLACES[0]),
+        "tables at hand train faster than tables that are reached from afar": _in_order("placement", PLACES[1]),
+    },
+    ("E6", "figure 15"): {
+        "with the same learning rates NE grows with the batch": _ne_grows,
+        "tuning them recovers some of a large batch's loss": _tuning_helps,
+        "tuning them does not recover all of it": _a_gap_stays,
+    },
+    ("E7", "table II"): {
+        "the fewer ids a row looks up in all, the faster: M2, then M1, then M3": _in_order(
+            "model", [("M2", "M1"), ("M1", "M3")]
+        )
+    },
+    ("E8", "figures 6 and 7"): {
+        "a feature costs the more the longer its lists are": _along(LOOKUPS, _falls, RATIO),
+        "what a feature costs hardly depends on its hash size": _along(HASH, _hardly_matters, SLOWEST),
+    },
+}
 CLAIMS: dict[str, tuple[Claim, ...]] = {
-    "E1": (
-        Claim("figure 10", "throughput falls with the number of sparse features", _along(SPARSE, _falls, RATIO)),
-        Claim("figure 10", "throughput falls with the number of dense features", _along(DENSE, _falls, RATIO)),
-    ),
-    "E2": (
-        Claim("figure 11", "larger batches raise throughput", _along(BATCH, _rises, RATIO)),
-        Claim(
-            "figure 11",
-            "throughput saturates as batches grow further",
-            _along(BATCH, _saturates, "late slope over early slope", spots=3),
-        ),
-    ),
-    "E3": (
-        Claim(
-            "figure 12",
-            "the hash size hardly matters to throughput while tables fit into memory",
-            _along(HASH, _hardly_matters, "slowest over fastest"),
-        ),
-    ),
-    "E4": (
-        Claim("figure 13", "wider MLPs cost throughput", _along("mlp width", _falls, RATIO)),
-        Claim(
-            "figure 13",
-            "narrow MLPs cost little, and the wider they are the more a wider one costs",
-            _along("mlp width", _steepens, "late slope less early slope", spots=3),
-        ),
-        Claim("figure 13", "deeper MLPs cost throughput", _along("mlp layers", _falls, RATIO)),
-    ),
-    "E5": (
-        Claim(
-            "figure 14",
-            "tables in the memory of the device train faster than tables in the host's",
-            _in_order("placement", [("one rank", "uvm_caching"), ("one rank", "uvm")]),
-        ),
-        Claim(
-            "figure 14",
-            "tables at hand train faster than tables that are reached from afar",
-            _in_order("placement", [("one rank", kind) for kind in ("table_wise", "row_wise")]),
-        ),
-    ),
-    "E6": (
-        Claim("figure 15", "with the same learning rates NE grows with the batch", _ne_grows),
-        Claim("figure 15", "tuning them recovers some of a large batch's loss", _tuning_helps),
-        Claim("figure 15", "tuning them does not recover all of it", _a_gap_stays),
-    ),
-    "E7": (
-        Claim(
-            "table II",
-            "the fewer ids a row looks up in all, the faster: M2, then M1, then M3",
-            _in_order("model", [("M2", "M1"), ("M1", "M3")]),
-        ),
-    ),
-    "E8": (
-        Claim("figures 6 and 7", "a feature costs the more the longer its lists are", _along(LOOKUPS, _falls, RATIO)),
-        Claim(
-            "figures 6 and 7",
-            "what a feature costs hardly depends on its hash size",
-            _along(HASH, _hardly_matters, "slowest over fastest"),
-        ),
-    ),
+    experiment: tuple(Claim(source, text, check) for text, check in checks.items())
+    for (experiment, source), checks in _BY_FIGURE.items()
 }
 """Experiment -> claims of the paper, in our words. No number was read off its figures. E7 has no figure: its
 table suggests the claim."""

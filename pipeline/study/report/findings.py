@@ -24,19 +24,12 @@ class StudyFinding(BaseModel, frozen=True):
 
 def evaluate_claims(study: StudyResults) -> list[StudyFinding]:
     """Evaluates each claim of the study's experiment. Empty if the paper has no such experiment."""
-    found = []
-    for claim in CLAIMS.get(study.experiment or "", ()):
-        verdict, measured = claim.evaluate(study)
-        found.append(
-            StudyFinding(
-                experiment=study.experiment or "",
-                source=claim.source,
-                claim=claim.text,
-                measured=measured,
-                verdict=verdict,
-            )
-        )
-    return found
+    experiment = study.experiment or ""
+    checked = [(claim, *claim.evaluate(study)) for claim in CLAIMS.get(experiment, ())]
+    return [
+        StudyFinding(experiment=experiment, source=one.source, claim=one.text, measured=measured, verdict=verdict)
+        for one, verdict, measured in checked
+    ]
 
 
 def render_study(study: StudyResults) -> str:
@@ -65,36 +58,24 @@ def render_points(results: Sequence[PointResult]) -> str:
     if evaluated:
         header = ("point", *sorted({name for result in evaluated for name in result.quality or ()}))
         return _table(header, [(one.point.name, *(_ne(one, name) for name in header[1:])) for one in results])
-    watts = any(one.measurement is not None and one.measurement.watts is not None for one in results)
-    header = (
-        "point",
-        "samples/s",
-        "low to high",
-        "step ms",
-        *(f"{phase} %" for phase in PHASES),
-        "bytes/sample",
-        "peak MB",
-        "GFLOP/s",
-        "GB/s",
-        "samples/s/core",
-    )
-    header = (*header, "samples/s/W") if watts else header
+    header = ("point", "samples/s", "low to high", "step ms", *(f"{phase} %" for phase in PHASES))
+    header += ("bytes/sample", "peak MB", "GFLOP/s", "GB/s", "samples/s/core")
     rows = []
     for one in results:
         if one.measurement is None:
             rows.append((one.point.name, f"{one.state}: {one.reason or 'no reason known'}", *[""] * (len(header) - 2)))
         else:
-            rows.append((one.point.name, *_cells(one.measurement, watts)))
+            rows.append((one.point.name, *_cells(one.measurement)))
     return _table(header, rows)
 
 
-def _cells(found: Measurement, watts: bool) -> list[str]:
-    speed, whole = found.rows_per_second, sum(found.split_ms.values()) or 1.0
+def _cells(found: Measurement) -> list[str]:
+    speed = found.rows_per_second
     cells = [f"{speed.median:,.0f}", f"{speed.low:,.0f} to {speed.high:,.0f}", f"{found.step_ms.median:.3g}"]
-    cells += [f"{found.split_ms.get(phase, 0.0) / whole:.0%}"[:-1] for phase in PHASES]
+    cells += [f"{found.share(phase):.0%}"[:-1] for phase in PHASES]
     cells += [f"{found.load.sample_bytes:,.0f}", f"{found.peak_bytes / 1e6:,.0f}"]
     cells += [f"{found.gflop_per_second:.3g}", f"{found.gb_per_second:.3g}", f"{found.rows_per_second_per_core:,.0f}"]
-    return [*cells, f"{speed.median / found.watts:,.1f}" if found.watts else "not known"] if watts else cells
+    return cells
 
 
 def _ne(result: PointResult, name: str) -> str:
@@ -105,9 +86,8 @@ def _ne(result: PointResult, name: str) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "".join(
-        f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in line)} |\n" for line in lines
-    )
+    cells = [[cell.replace("|", "/").replace("\n", " ") for cell in line] for line in lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def _verdict_of(found: Sequence[StudyFinding]) -> str:

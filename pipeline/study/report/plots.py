@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from pipeline.figure import plain_figure
-from pipeline.study.measure.results import PHASES, Measurement, StudyResults
+from pipeline.study.measure.results import PHASES, StudyResults
+from pipeline.study.report.claims import list_qualities
 from pipeline.study.report.curves import Curve, build_curves, format_value, is_number, list_axes, shorten_key
 from pipeline.study.report.findings import evaluate_claims
 
@@ -48,14 +49,13 @@ def plot_throughput(study: StudyResults) -> Figure:
     figure = Figure(figsize=(4.1 * max(len(values), 1.6), 4.6), layout="constrained", dpi=110)
     parts = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
     for part, value in zip(parts, values, strict=True):
-        chosen = [
-            curve for curve in build_curves(study.measured, axis) if panel is None or curve.others[panel] == value
-        ]
-        others = [
+        curves = build_curves(study.measured, axis)
+        shown = [
             Curve({key: one for key, one in curve.others.items() if key in axes_found and key != panel}, curve.spots)
-            for curve in chosen
+            for curve in curves
+            if panel is None or curve.others[panel] == value
         ]
-        _lines(part, others) if _numeric(chosen) else _bars(part, others)
+        _lines(part, shown) if _numeric(shown) else _bars(part, shown)
         part.set_title("" if panel is None else f"{shorten_key(panel)} {format_value(value)}", fontsize=10)
         part.set_xlabel(shorten_key(axis))
         part.grid(alpha=0.25)
@@ -67,18 +67,16 @@ def plot_throughput(study: StudyResults) -> Figure:
 
 def plot_split(study: StudyResults) -> Figure:
     """Plots the share of each phase in a step, one bar per point."""
-    shown_results = study.measured
-    figure, axes = plain_figure(
-        "Where the time of a step goes", "share of the step", "", height=max(2.4, 0.2 * len(shown_results) + 1.3)
-    )
-    left = np.zeros(len(shown_results))
-    colours = matplotlib.colormaps[STACKED]
-    for number, phase in enumerate(PHASES):
-        widths = np.array([_share(result.measurement, phase) for result in shown_results])
-        axes.barh(range(len(shown_results)), widths, left=left, color=colours(number), label=phase, height=0.8)
+    names, found = [result.point.name for result in study.measured], study.measurements
+    height = max(2.4, 0.2 * len(found) + 1.3)
+    figure, axes = plain_figure("Where the time of a step goes", "share of the step", "", height=height)
+    left = np.zeros(len(found))
+    for phase, colour in zip(PHASES, matplotlib.colormaps[STACKED].colors, strict=False):
+        widths = np.array([one.share(phase) for one in found])
+        axes.barh(range(len(found)), widths, left=left, color=colour, label=phase, height=0.8)
         left += widths
-    axes.set_yticks(range(len(shown_results)), [result.point.name for result in shown_results], fontsize=6.5)
-    axes.set_ylim(len(shown_results) - 0.5, -0.5)
+    axes.set_yticks(range(len(found)), names, fontsize=6.5)
+    axes.set_ylim(len(found) - 0.5, -0.5)
     axes.set_xlim(0, 1)
     figure.legend(loc="outside lower center", ncols=len(PHASES), fontsize=7, handlelength=1, columnspacing=1)
     return figure
@@ -91,29 +89,20 @@ def plot_roofline(study: StudyResults) -> Figure:
         Williams et al. 2009, Roofline, Communications of the ACM 52(4).
     """
     figure, axes = plain_figure("Against the ceilings of the machine", "FLOP per byte of memory traffic", "GFLOP/s")
-    at = [
-        (one.load.flop / max(one.load.bytes, 1.0), one.gflop_per_second, _largest(one)) for one in _measurements(study)
-    ]
-    colours = matplotlib.colormaps[STACKED]
-    for number, phase in enumerate(PHASES):
-        points = [(x, y) for x, y, name in at if name == phase]
+    at: dict[str, list[tuple[float, float]]] = {phase: [] for phase in PHASES}
+    for one in study.measurements:
+        at[max(PHASES, key=one.share)].append((one.load.flop / max(one.load.bytes, 1.0), one.gflop_per_second))
+    for (phase, points), colour in zip(at.items(), matplotlib.colormaps[STACKED].colors, strict=False):
         if points:
-            axes.scatter(
-                [x for x, _ in points],
-                [y for _, y in points],
-                s=22,
-                color=colours(number),
-                label=f"mostly {phase}",
-                zorder=3,
-            )
-    xs = np.geomspace(min(0.05, *(x for x, _, _ in at)), max(200.0, *(2 * x for x, _, _ in at)), 200)
+            axes.scatter(*zip(*points, strict=True), s=22, color=colour, label=f"mostly {phase}", zorder=3)
+    intensities = [x for points in at.values() for x, _ in points]
+    xs = np.geomspace(min(0.05, *intensities), max(200.0, *(2 * x for x in intensities)), 200)
     peak = study.machine.get("fp32_gflops")
     for key, name, style in (("read_gb_per_second", "in a row", "-"), ("random_gb_per_second", "rows at random", "--")):
         speed = study.machine.get(key)
         if peak and speed:
-            axes.plot(
-                xs, np.minimum(peak, speed * xs), style, color="black", linewidth=1.2, label=f"{speed:.3g} GB/s {name}"
-            )
+            label = f"{speed:.3g} GB/s {name}"
+            axes.plot(xs, np.minimum(peak, speed * xs), style, color="black", linewidth=1.2, label=label)
     if peak:
         axes.text(xs[-1], peak * 1.08, f"{peak:,.0f} GFLOP/s", fontsize=8, ha="right")
     axes.set_xscale("log")
@@ -124,19 +113,12 @@ def plot_roofline(study: StudyResults) -> Figure:
 
 def plot_quality(study: StudyResults) -> Figure:
     """Plots NE against batch rows, with the learning rates of the config and with tuned ones."""
-    figure, axes = plain_figure(
-        f"{study.experiment or study.name}: quality", "rows of a batch", "NE on the validation rows", height=4.8
-    )
-    points_found = [
-        one for one in study.results if one.quality is not None and "training.batch_rows" in one.point.values
-    ]
-    for name, label in (("ne", "the same learning rates"), ("tuned_ne", "tuned")):
-        points: Any = sorted(
-            (one.point.values["training.batch_rows"], one.quality[name]) for one in points_found if one.quality
-        )
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", linewidth=1.3, label=label)
-    _log_axis(axes, sorted({one.point.values["training.batch_rows"] for one in points_found}))
+    title = f"{study.experiment or study.name}: quality"
+    figure, axes = plain_figure(title, "rows of a batch", "NE on the validation rows", height=4.8)
+    found = list_qualities(study)
+    for place, label in ((1, "the same learning rates"), (2, "tuned")):
+        axes.plot([one[0] for one in found], [one[place] for one in found], marker="o", linewidth=1.3, label=label)
+    _log_axis(axes, sorted({rows for rows, _, _ in found}))
     axes.legend(fontsize=8)
     _caption(figure, study)
     return figure
@@ -159,41 +141,31 @@ def _numeric(found: Sequence[Curve]) -> bool:
 
 
 def _lines(axes: Axes, found: Sequence[Curve]) -> None:
-    colours = matplotlib.colormaps[LINES]
     for number, curve in enumerate(found):
-        middle = np.array([spot.rows_per_second.median for spot in curve.spots])
-        below = middle - [spot.rows_per_second.low for spot in curve.spots]
-        above = np.array([spot.rows_per_second.high for spot in curve.spots]) - middle
-        colour = colours(0.9 * number / max(len(found) - 1, 1))
-        axes.errorbar(
-            [spot.x for spot in curve.spots],
-            middle,
-            (below, above),
-            marker="o",
-            markersize=4,
-            linewidth=1.3,
-            capsize=2,
-            color=colour,
-            label=curve.label or None,
-        )
+        colour = matplotlib.colormaps[LINES](0.9 * number / max(len(found) - 1, 1))
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "linewidth": 1.3, "capsize": 2, "color": colour}
+        axes.errorbar([spot.x for spot in curve.spots], *_speeds(curve), label=curve.label or None, **style)
     _log_axis(axes, sorted({spot.x for curve in found for spot in curve.spots}))
     axes.set_yscale("log")
-    speeds = [
-        speed
-        for curve in found
-        for spot in curve.spots
-        for speed in (spot.rows_per_second.low, spot.rows_per_second.high)
-    ]
-    axes.set_ylim(min(speeds, default=1.0) / 1.5, max(speeds, default=1.0) * 1.5)  # a flat curve shall look flat
+    spreads = [spot.rows_per_second for curve in found for spot in curve.spots]
+    low = min((one.low for one in spreads), default=1.0)
+    axes.set_ylim(low / 1.5, max((one.high for one in spreads), default=1.0) * 1.5)  # a flat curve shall look flat
     for part in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        part(
-            FuncFormatter(
-                lambda value, _: format_value(round(value)) if value >= 1 and f"{value:e}"[0] in "125" else ""
-            )
-        )
+        part(FuncFormatter(_format_speed))
     axes.tick_params(axis="y", which="both", labelsize=8)
     if any(curve.label for curve in found):
         axes.legend(fontsize=7)
+
+
+def _speeds(curve: Curve) -> tuple[list[float], tuple[list[float], list[float]]]:
+    """Returns the medians, and how far the ranges reach below and above them."""
+    spreads = [spot.rows_per_second for spot in curve.spots]
+    reach = [one.median - one.low for one in spreads], [one.high - one.median for one in spreads]
+    return [one.median for one in spreads], reach
+
+
+def _format_speed(value: float, _: object) -> str:
+    return format_value(round(value)) if value >= 1 and f"{value:e}"[0] in "125" else ""
 
 
 def _bars(axes: Axes, found: Sequence[Curve]) -> None:
@@ -201,10 +173,8 @@ def _bars(axes: Axes, found: Sequence[Curve]) -> None:
     width = 0.8 / max(len(found), 1)
     for number, curve in enumerate(found):
         places = [names.index(str(spot.x)) + (number - (len(found) - 1) / 2) * width for spot in curve.spots]
-        middle = np.array([spot.rows_per_second.median for spot in curve.spots])
-        below = middle - [spot.rows_per_second.low for spot in curve.spots]
-        above = np.array([spot.rows_per_second.high for spot in curve.spots]) - middle
-        axes.bar(places, middle, width, yerr=(below, above), capsize=2, label=curve.label or None)
+        middle, reach = _speeds(curve)
+        axes.bar(places, middle, width, yerr=reach, capsize=2, label=curve.label or None)
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
     if any(curve.label for curve in found):
         axes.legend(fontsize=7)
@@ -222,20 +192,5 @@ def _caption(figure: Figure, study: StudyResults) -> None:
     """Adds the claims of the paper and their verdicts below the figure."""
     lines = [f"Paper, {one.source}: {one.claim}. Here: {one.verdict}." for one in evaluate_claims(study)]
     width = int(15 * figure.get_figwidth())
-    figure.supxlabel(
-        "\n".join(part for line in lines for part in textwrap.wrap(line, width)), fontsize=8, x=0.02, ha="left"
-    )
-
-
-def _share(found: Measurement | None, phase: str) -> float:
-    whole = sum(found.split_ms.values()) if found is not None else 0.0
-    return found.split_ms.get(phase, 0.0) / whole if found is not None and whole else 0.0
-
-
-def _measurements(study: StudyResults) -> list[Measurement]:
-    return [one.measurement for one in study.results if one.measurement is not None]
-
-
-def _largest(found: Measurement) -> str:
-    """Returns the longest phase of a step."""
-    return max(PHASES, key=lambda phase: found.split_ms.get(phase, 0.0))
+    text = "\n".join(part for line in lines for part in textwrap.wrap(line, width))
+    figure.supxlabel(text, fontsize=8, x=0.02, ha="left")

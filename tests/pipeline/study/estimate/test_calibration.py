@@ -14,7 +14,7 @@ from pipeline.study.estimate import calibration
 from pipeline.study.estimate.calibration import Calibration, Speed, calibrate
 from pipeline.study.estimate.calibration_points import draw_points
 from pipeline.study.estimate.memory import DescribedMachine
-from pipeline.study.measure.cost import LoadSetup, TableLoad, count_load
+from pipeline.study.measure.cost import TableLoad, count_load
 from pipeline.study.measure.machine import Machine
 from pipeline.study.measure.results import Load, Measurement, PointResult, Spread
 from pipeline.study.points.load import load_study
@@ -30,7 +30,7 @@ def load_at(point: StudyPoint) -> Load:
     assert shape is not None
     lookups = shape.lookups * config.training.batch_rows
     uses = [TableLoad(shape.hash_size, shape.lookups, min(lookups, shape.hash_size))] * shape.sparse_features
-    return count_load(config.model, shape.dense_features, uses, LoadSetup.model_validate(config.training))
+    return count_load(config.model, shape.dense_features, uses, config.training)
 
 
 def law(one: Load) -> float:
@@ -43,7 +43,7 @@ def result(point: StudyPoint) -> PointResult:
     step, speed = Spread.of([law(found)]), Spread.of([1e3 * found.rows / law(found)])
     measurement = Measurement(
         rows_per_second=speed, step_ms=step, split_ms={}, outside_share=None, peak_bytes=900, model_bytes=200,
-        load=found, watts=None, rows_per_second_per_core=1.0, device="cpu",
+        load=found, rows_per_second_per_core=1.0, device="cpu",
         repeats=1,
     )  # fmt: skip
     return PointResult(point=point, state="measured", measurement=measurement)

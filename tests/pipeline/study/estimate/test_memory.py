@@ -14,7 +14,6 @@ from pipeline.jobs.training.rank import build_model, open_client
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.client import InlineSource
 from pipeline.study.estimate.memory import (
-    MemorySetup,
     RankMachine,
     RankMemory,
     TablePart,
@@ -24,6 +23,7 @@ from pipeline.study.estimate.memory import (
     estimate_memory,
     has_room,
 )
+from pipeline.training.config import TrainConfig
 from pipeline.training.state import checkpoint
 from pipeline.training.trainer import Trainer
 
@@ -61,10 +61,7 @@ def test_state_and_checkpoint_are_those_of_a_trainer(
     )
     trainer = Trainer(model, spec.training, reader.batches, None, tmp_path / "made", lambda event: None, 1, device)
     trainer.train()
-    kept = MemorySetup(
-        table_optimizer=spec.training.table_optimizer, dense_optimizer=spec.training.dense_optimizer,
-        table_precision=spec.training.table_precision, average=spec.training.average_from_step is not None,
-    )  # fmt: skip
+    kept = spec.training
     shape = derive_shape(spec.model, len(spec.train.plan.dense), spec.train.plan.sparse)
     parts = [TablePart(rows=rows, columns=width) for rows, width in shape.tables.values()]
     memory = estimate_memory(shape, kept, parts, 160, 40.0, 0)
@@ -98,7 +95,7 @@ def test_memory_in_closed_form() -> None:
         0,
         [SparseFeature("a", "t", 9, "sum"), SparseFeature("b", "u", 5, "sum")],
     )
-    kept = MemorySetup(table_optimizer="adam", dense_optimizer="adam")
+    kept = TrainConfig(table_optimizer="adam", dense_optimizer="adam")
     memory = estimate_memory(shape, kept, [TablePart(rows=9, columns=4), TablePart(rows=5, columns=4)], 10, 8.0, 1_000)
     assert memory.tables == 14 * 4 * 4 * 3
     assert memory.dense == (5 + 1) * 4 * 4
@@ -125,7 +122,7 @@ def test_tables_are_shared_out_over_machines(memory: int, expected: int | None) 
 def test_a_copy_of_a_table_has_a_gradient() -> None:
     shape = derive_shape(DLRMConfig(embedding_width=4, top_mlp=()), 0, BAGS)
     cut, copied = (
-        estimate_memory(shape, MemorySetup(), [TablePart(rows=50, columns=4, copied=copied)], 1, 8.0, 0)
+        estimate_memory(shape, TrainConfig(), [TablePart(rows=50, columns=4, copied=copied)], 1, 8.0, 0)
         for copied in (False, True)
     )
     assert copied.kernel - cut.kernel == 4 * (50 * 4 - 50)

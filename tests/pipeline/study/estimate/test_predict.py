@@ -5,11 +5,14 @@ import pytest
 
 from models.config import DLRMConfig
 from pipeline.errors import ConfigError
-from pipeline.study.estimate.predict import TERMS, Ceilings, Fit, StepSample, assign_fold, fit
-from pipeline.study.measure.cost import LoadSetup, TableLoad, count_load
+from pipeline.study.estimate.predict import TERMS, Fit, StepSample, assign_fold, fit
+from pipeline.study.measure.cost import TableLoad, count_load
+from pipeline.study.measure.machine import Ceilings
 from pipeline.study.measure.results import Load
+from pipeline.training.config import TrainConfig
 
-HERE = Ceilings(fp32_gflops=60.0, bf16_gflops=200.0, read_gb_per_second=10.0, random_gb_per_second=5.0, cores=2)
+RATES = {"fp32_gflops": 60.0, "bf16_gflops": 200.0, "read_gb_per_second": 10.0, "random_gb_per_second": 5.0}
+HERE = Ceilings(cpu="test", cores=2, memory_bytes=1, **RATES)
 TRUE = {
     "step": 1.0, "layers": 0.3, "products": 2e-8, "pairs": 5e-6, "bags": 1e-5, "parameters": 4e-7, "activations": 1e-7,
     "rows updated": 8e-7, "ranks meet": 2.0, "bytes between ranks": 1e-6,
@@ -33,7 +36,7 @@ def loads(count: int) -> list[tuple[Load, int]]:
         )  # fmt: skip
         lookups, size = one_of(1, 10, 32), one_of(1_000, 100_000)
         uses = [TableLoad(size, lookups, size * (1 - (1 - 1 / size) ** (rows * lookups)))] * one_of(4, 16, 64)
-        made.append((count_load(model, one_of(64, 1_024), uses, LoadSetup(batch_rows=rows, world_size=ranks)), ranks))
+        made.append((count_load(model, one_of(64, 1_024), uses, TrainConfig(batch_rows=rows, world_size=ranks)), ranks))
     return made
 
 
@@ -91,7 +94,7 @@ def test_a_single_point_has_no_evaluation() -> None:
 
 def test_a_machine_twice_as_fast_takes_half_the_time() -> None:
     found, (load, ranks) = fit(samples(60, noise=0.0), HERE), loads(1)[0]
-    twice = Ceilings(**{name: 2 * value for name, value in HERE.model_dump(exclude={"cores"}).items()}, cores=2)
+    twice = HERE.model_copy(update={name: 2 * value for name, value in RATES.items()})
     here = found.predict(load, ranks)
     assert found.predict(load, ranks, HERE) == here
     assert found.predict(load, ranks, twice).step_ms == pytest.approx(here.step_ms / 2)

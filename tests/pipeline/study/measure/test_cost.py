@@ -13,7 +13,7 @@ from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
-from pipeline.study.measure.cost import LoadSetup, TableLoad, count_batch_load, count_load, count_row_bytes
+from pipeline.study.measure.cost import TableLoad, count_batch_load, count_load, count_row_bytes
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.model import shard_model
 
@@ -29,7 +29,7 @@ MODELS = {
     "dcn": DLRMConfig(embedding_width=8, bottom_mlp=(16,), top_mlp=(), interaction="dcn", cross_layers=3),
     "low_rank": DLRMConfig(embedding_width=4, bottom_mlp=(16,), top_mlp=(9,), interaction="dcn", cross_rank=2),
 }
-SETUP = LoadSetup(batch_rows=ROWS)
+SETUP = TrainConfig(batch_rows=ROWS, world_size=1)
 
 
 def batches(count: int, rows: int = ROWS, seed: int = 1) -> list[Batch]:
@@ -94,7 +94,7 @@ def test_statistics_and_batches_drawn_from_them_agree() -> None:
         sparse = KeyedJaggedTensor(names, ids, lengths=lengths)
         made.append(Batch(torch.rand(rows, DENSE), sparse, torch.ones(rows), torch.ones(rows), Position(), rows))
     bags = [SparseFeature(name, name, hash_size, "sum") for name in names]
-    setup = LoadSetup(batch_rows=rows, world_size=2)
+    setup = TrainConfig(batch_rows=rows, world_size=2)
     # of n uniform draws from N, N (1 - (1 - 1/N)^n) are distinct
     distinct = hash_size * (1 - (1 - 1 / hash_size) ** (rows * lookups))
     drawn = count_batch_load(MODELS["cat"], DENSE, bags, made, setup)
@@ -118,7 +118,7 @@ def test_bytes_of_tables_are_those_of_a_built_model(optimizer: Any, device: torc
 
 def sent(kind: str, ranks: int, **settings: Any) -> float:
     """Returns the bytes between ranks for the tables alone."""
-    setup = LoadSetup(batch_rows=ROWS, world_size=ranks, **settings)
+    setup = TrainConfig(batch_rows=ROWS, world_size=ranks, **settings)
     load = count_load(MODELS["dot"], DENSE, [TableLoad(50, 2.0, 40.0, kind=kind)], setup)
     return load.communication_bytes - 2 * (ranks - 1) * 4 * load.dense_parameters * (setup.sync == "synchronous")
 

@@ -16,7 +16,7 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.service import Service
 from pipeline.study.measure.rank import MeasuredPoint, MeasureSpec, MeasureTask, load_batches, measure_all
 from pipeline.study.measure.results import Measurement
-from pipeline.study.points.config import Workload
+from pipeline.study.points.config import CharacterizeConfig, Workload
 from pipeline.study.points.workload import make_plan
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks
@@ -33,8 +33,8 @@ def a_task(
     settings = {"world_size": 1, "threads_per_rank": 1, "device": "cpu", "batch_rows": 128, "sharding": "table_wise"}
     return MeasureTask(
         key=key, model=DLRMConfig(**model or {}), training=TrainConfig(**settings | training), seed=3,
-        preprocessing=PreprocessingConfig(workers=1, shuffle_window_rows=500), plan=make_plan(shape), workload=shape,
-        data=None, warm_up_steps=1, steps=2, repeats=3, seconds=2,
+        preprocessing=PreprocessingConfig(workers=1, shuffle_window_rows=500), plan=make_plan(shape), data=None,
+        study=CharacterizeConfig(workload=shape, warm_up_steps=1, steps=2, repeats=3, seconds=2),
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_a_large_point_leaves_no_memory_behind(device: torch.device) -> None:
 
 def table_task(spec: RankSpec, **more: Any) -> MeasureTask:
     task = a_task(batch_rows=spec.training.batch_rows)
-    return task.model_copy(update={"workload": None, "plan": spec.plan, "data": spec.train, "model": spec.model} | more)
+    return task.model_copy(update={"plan": spec.plan, "data": spec.train, "model": spec.model} | more)
 
 
 def test_batches_of_a_table(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path: Path) -> None:
@@ -119,7 +119,8 @@ def test_batches_of_a_table(rank_spec: Callable[..., RankSpec], device: torch.de
     too_large = table_task(spec, key="large")
     too_large = too_large.model_copy(update={"training": a_task(batch_rows=5_000).training})
     with Service({"train": spec.train}, kept.preprocessing, tmp_path / "service") as service:
-        read = kept.model_copy(update={"key": "read", "service": service.address, "steps": 4})
+        more = kept.study.model_copy(update={"steps": 4})
+        read = kept.model_copy(update={"key": "read", "service": service.address, "study": more})
         events = measure([kept, read, too_large], device)
     outcomes = {event["key"]: event for event in events if event["event"] in ("point", "point_failed")}
     for key in ("kept", "read"):
@@ -129,7 +130,8 @@ def test_batches_of_a_table(rank_spec: Callable[..., RankSpec], device: torch.de
 
 
 def test_a_slow_point_has_shorter_repeats(device: torch.device) -> None:
-    task = a_task().model_copy(update={"steps": 50, "repeats": 5, "seconds": 3})
+    more = a_task().study.model_copy(update={"steps": 50, "repeats": 5, "seconds": 3})
+    task = a_task().model_copy(update={"study": more})
     with MeasuredPoint(task, 0, device) as point:
         point.prepare()
         point.build()

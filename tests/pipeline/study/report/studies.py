@@ -28,7 +28,7 @@ def load(rows: int = 100) -> Load:
     )
 
 
-def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts: float | None = None) -> PointResult:
+def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01) -> PointResult:
     """A point with this many samples per second. Its repeats vary by up to `noise` to both sides."""
     spread = Spread(median=speed, low=speed * (1 - noise), high=speed * (1 + noise))
     found = Measurement(
@@ -39,7 +39,6 @@ def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, watts
         peak_bytes=300_000_000,
         model_bytes=200_000_000,
         load=load(),
-        watts=watts,
         rows_per_second_per_core=speed / 2,
         device="cpu",
         repeats=5,

@@ -152,12 +152,6 @@ def test_the_machine_of_a_study_is_wrapped():
     assert all(f"library{number} 1.2.3," in facts.replace("\n", " ") for number in range(20))
 
 
-def test_power_is_a_column_where_it_is_known():
-    assert "samples/s/W" not in render_study(study("E1", [measured({SPARSE: 4}, 2_000.0)]))
-    page = render_study(study("E1", [measured({SPARSE: 4}, 2_000.0, watts=80.0), measured({SPARSE: 8}, 1.0)]))
-    assert [line.split(" | ")[-1] for line in page.splitlines()[-2:]] == ["25.0 |", "not known |"]
-
-
 def test_the_table_of_a_study_of_quality():
     lines = render_study(study("E6", [quality_point(1_024, 0.75, 0.7)])).splitlines()
     assert lines[-3:] == ["| point | ne | tuned_ne |", "| --- | --- | --- |", "| batch_rows 1024 | 0.7500 | 0.7000 |"]

@@ -9,9 +9,9 @@ from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.study.measure.group import measure_points
 from pipeline.study.points import table as rows_of
 from pipeline.study.points.config import Workload
-from pipeline.study.points.dataset import write_dataset
 from pipeline.study.points.load import load_study
 from pipeline.study.points.points import StudyPoint
+from pipeline.study.points.table import write_dataset
 from pipeline.study.points.workload import draw_batches, make_plan
 from storage.warehouse import Warehouse
 
