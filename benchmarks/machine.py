@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pipeline.characterization.machine import read_processor_name
+from pipeline.study.measure.machine import read_processor_name
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -37,12 +37,12 @@ import pyarrow.parquet as pq
 from benchmarks.contestants import CONTESTANTS
 from benchmarks.machine import ROOT, describe_machine, machine, say
 from benchmarks.wide_table import READ, WIDE, wide_table
-from pipeline.characterization.machine import measure_read_speed
 from pipeline.preprocessing.epoch import kernels
 from pipeline.preprocessing.epoch.memory import PrivateWriter
 from pipeline.preprocessing.epoch.splits import Split
 from pipeline.preprocessing.executors import WORKER_ENVIRONMENT
 from pipeline.preprocessing.worker import Worker
+from pipeline.study.measure.machine import measure_read_speed
 
 DECODERS = tuple(name for name in CONTESTANTS if name.startswith("decode"))
 WORKERS = tuple(name for name in CONTESTANTS if name not in DECODERS)

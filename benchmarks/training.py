@@ -42,11 +42,11 @@ from benchmarks.trainers import (
 )
 from benchmarks.wide_table import WideTable, wide_table
 from models.config import DLRMConfig
-from pipeline.characterization.machine import measure_machine as ceilings
 from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.pool import WORKERS_FILE
 from pipeline.preprocessing.service import Service
+from pipeline.study.measure.machine import measure_machine as ceilings
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.processes import Limits, run_ranks
 

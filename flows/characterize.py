@@ -2,20 +2,21 @@
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
     from flows.runtime.front import command
+    from pipeline.study.points.load import load_study
 
-    command("characterize")
+    command("characterize", load_study)
 
 from collections.abc import Mapping
 from typing import Any
 
 from flows.runtime.flow import flow, open_workspace
-from pipeline.config import RunConfig, load
-from pipeline.jobs.study.run import run_study
+from pipeline.study.points.load import StudyConfig, load_study
+from pipeline.study.run import run_study
 
 
-@flow("characterize")
+@flow("characterize", load_study)
 def characterize(
-    config: RunConfig | str = "configs/paper/e2_batch.yaml",
+    config: StudyConfig | str = "configs/paper/e2_batch.yaml",
     overrides: Mapping[str, Any] | None = None,
     snapshot_id: int | None = None,
     force: bool = False,
@@ -32,4 +33,5 @@ def characterize(
         force: Starts a new study even if the same one is done.
         report: Folder for the text, table and plots, which also go to MLflow; None: the study's own folder.
     """
-    return run_study(open_workspace(load(config, overrides)), snapshot_id, force, report)
+    study = load_study(config, overrides)
+    return run_study(open_workspace(study.run), study.characterize, snapshot_id, force, report)

@@ -2,8 +2,9 @@
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
     from flows.runtime.front import command
+    from pipeline.study.points.load import load_study
 
-    command("estimate")
+    command("estimate", load_study)
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 from pydantic import PositiveInt
 
 from flows.runtime.flow import flow, open_workspace
-from pipeline.config import RunConfig, load
-from pipeline.jobs.estimate.run import POINTS, estimate_training
+from pipeline.study.estimate.run import POINTS, estimate_training
+from pipeline.study.points.load import StudyConfig, load_study
 
 
-@flow("estimate")
+@flow("estimate", load_study)
 def estimate(
-    config: RunConfig | str = "configs/demo.yaml",
+    config: StudyConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
     machine: str | None = None,
     measure: bool = False,
@@ -38,4 +39,6 @@ def estimate(
         snapshot_id: Snapshot to read; None takes the newest.
         force: Measures the machine again.
     """
-    return estimate_training(open_workspace(load(config, overrides)), machine, measure, points, snapshot_id, force)
+    study = load_study(config, overrides)
+    workspace = open_workspace(study.run)
+    return estimate_training(workspace, study.characterize, machine, measure, points, snapshot_id, force)

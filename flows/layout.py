@@ -12,7 +12,8 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.upkeep.layout import change_layout
+from pipeline.jobs.upkeep.layout import change_layout, recent_reads
+from pipeline.study.layout.run import measure_steps
 
 
 @flow("layout")
@@ -49,8 +50,11 @@ def layout(
         force: Applies a new proposal even if the table has a layout.
     """
     workspace = open_workspace(load(config, overrides))
+    name = table or workspace.config.name
+    if action == "ladder":
+        return measure_steps(workspace, name, recent_reads(workspace, name, recent_days))
     options = {
         "order_by": order_by, "recent_days": recent_days, "megabytes_per_second": megabytes_per_second,
         "older_than_days": older_than_days, "older_than_hours": older_than_hours, "dry_run": dry_run, "force": force,
     }  # fmt: skip
-    return change_layout(workspace, action, table or workspace.config.name, options)
+    return change_layout(workspace, action, name, options)

@@ -20,6 +20,7 @@ import flows
 from flows.runtime.environment import set_environment
 from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
+from pipeline.study.points.load import StudyConfig
 from pipeline.transforms.ops import known_kinds
 from pipeline.transforms.ops.op import Op, PerOp
 
@@ -32,7 +33,7 @@ TOOLS = ("dataset", "deploy", "doctor", "examples", "reference", "serve", "ui")
 
 def pages() -> dict[str, str]:
     """Returns the text of every generated page by its path below docs/reference."""
-    sections = [name for name, field in RunConfig.model_fields.items() if _model_in(field.annotation) is not None]
+    sections = [name for name, field in StudyConfig.model_fields.items() if _model_in(field.annotation) is not None]
     return {
         "config/index.md": _index(sections),
         **{f"config/{name}.md": _section_page(name) for name in sections},
@@ -63,14 +64,14 @@ def _index(sections: Collection[str]) -> str:
         "Any key can be given on the command line by its dotted name, such as `training.epochs=2`.",
         "A file can name another file under `base:` and list only what differs.",
         _wrap(_first_paragraph(RunConfig)),
-        _keys(RunConfig, link),
+        _keys(StudyConfig, link),
         "The ops that `transforms` and `features.derived` take are in [Transforms](transforms.md).",
     ]
     return _page(parts)
 
 
 def _section_page(name: str) -> str:
-    model = _model_in(RunConfig.model_fields[name].annotation)
+    model = _model_in(StudyConfig.model_fields[name].annotation)
     assert model is not None
     return _page([f"# `{name}`", NOTE, *_section(name, model)])
 

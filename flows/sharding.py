@@ -12,7 +12,7 @@ from pydantic import PositiveInt
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.training.sharding_plans import compare_plans
+from pipeline.study.plans import compare_plans
 
 
 @flow("sharding")

@@ -31,7 +31,7 @@ FORKED = (
     "pipeline.jobs.training.rank.main",
     "pipeline.preprocessing.executors",
     "pipeline.jobs.recurring.backtest_rank",
-    "pipeline.jobs.study.rank",
+    "pipeline.study.measure.rank",
 )
 """Modules of our processes, which import much the same."""
 ROOT = Path(__file__).resolve().parent.parent

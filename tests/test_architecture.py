@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
-GROUND = {"errors", "processes", "figure", "sealed", "data", "transforms"}
+GROUND = {"errors", "marks", "processes", "figure", "sealed", "data", "transforms"}
 """Modules and rooms of pipeline/ that all stages may import; none of them imports a stage."""
 STAGES = {
     "catalog",
@@ -24,17 +24,16 @@ STAGES = {
     "scoring",
     "serving",
     "search",
-    "characterization",
 }
-JOBS = {"jobs"}
-"""The one room of pipeline/ that may import several stages."""
+JOBS = {"jobs", "study"}
+"""The rooms of pipeline/ that may import several stages."""
 TOOLS = {"__init__", "dataset", "deploy", "doctor", "examples", "ui", "reference", "serve"}
 """Modules of flows/ that are no flows."""
 STARTED = {
     "backfill": {"recurring"}, "backtest": {"ingest"}, "end_to_end": {"ingest", "train"}, "recurring": {"ingest", "train"},
 }  # fmt: skip
 """Flow -> the flows that it starts."""
-CONFIG_IMPORTS = ("pipeline.errors", "storage.config", "storage.names", "pydantic")
+CONFIG_IMPORTS = ("pipeline.errors", "pipeline.marks", "storage.config", "storage.names", "pydantic")
 """What the config of a stage may import, beside the standard library and its own room."""
 HEAVY = {"torch", "torchrec", "mlflow", "numpy", "numba", "pyarrow", "pyiceberg", "duckdb", "optuna", "prefect"}
 """Libraries that reading a config must not import."""
@@ -164,6 +163,16 @@ def test_stages_do_not_import_one_another():
     assert stray == []
 
 
+def test_only_its_commands_import_the_study():
+    """Who reads the pipeline never meets it."""
+    stray = [
+        f"{path} imports {name}"
+        for path, name in imports()
+        if name.startswith("pipeline.study") and path.parts[0] != "flows" and path.parts[:2] != ("pipeline", "study")
+    ]
+    assert stray == []
+
+
 def test_every_module_of_the_pipeline_has_its_place():
     found = {
         path.stem if path.is_file() else path.name
@@ -188,7 +197,7 @@ def flow_files() -> list[Path]:
 
 def test_a_flow_file_is_a_command_and_little_more():
     assert [path.name for path in flow_files() if len(path.read_text(encoding="utf-8").splitlines()) > 120] == []
-    allowed = ("prefect", "pydantic", "flows", "pipeline.jobs", "pipeline.config", "pipeline.errors")
+    allowed = ("prefect", "pydantic", "flows", "pipeline.jobs", "pipeline.study", "pipeline.config", "pipeline.errors")
     names = {path.relative_to(ROOT) for path in flow_files()}
     stray = [
         f"{path} imports {name}"
@@ -308,7 +317,7 @@ print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*s
         "matplotlib",
         "pyiceberg.catalog.rest",
         "storage.maintenance",
-        "storage.layout.ladder",
+        "pipeline.study.layout.ladder",
     ]
     for flow, names in {"end_to_end": unused, "train": [*unused, "duckdb"]}.items():
         ranks_need_the_cores = f"import sys, flows.{flow}; print({{*{names}}} & {{*sys.modules}})"

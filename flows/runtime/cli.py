@@ -33,6 +33,7 @@ from flows.runtime.plain import is_plain
 from flows.runtime.redaction import hide, remember
 from flows.runtime.server import Process, TemporaryServer
 from pipeline.config import RunConfig, load
+from pipeline.config.complaints import ELSEWHERE
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
@@ -221,7 +222,7 @@ def parse(words: Sequence[str], known: Sequence[str]) -> tuple[dict[str, Any], d
             value = parse_yaml(text)
         except yaml.YAMLError:
             value = text
-        if "." in key or (key not in known and key in RunConfig.model_fields):
+        if "." in key or (key not in known and (key in RunConfig.model_fields or key in ELSEWHERE)):
             overrides[key] = value
         elif key in known:
             parameters[key] = value

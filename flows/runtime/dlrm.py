@@ -87,9 +87,12 @@ def complete(line: str) -> list[str]:
     if len(before) == 2 or name not in commands():
         return []
     from pipeline.config.keys import list_keys
+    from pipeline.config.run import RunConfig
+    from pipeline.study.points.load import StudyConfig
 
+    model = StudyConfig if name in ("characterize", "estimate") else RunConfig
     parameters = [key for key in parameters_of(name) if key not in ("config", "overrides")]
-    fitting = [f"{key}=" for key in (*parameters, *list_keys()) if key.startswith(word)]
+    fitting = [f"{key}=" for key in (*parameters, *list_keys(model)) if key.startswith(word)]
     depth = len(word.split("."))
     sections = dict.fromkeys(".".join(key.split(".")[:depth]) + "." for key in fitting if key.count(".") >= depth)
     return fitting if len(fitting) <= MOST_OFFERED else [*(key for key in fitting if key.count(".") < depth), *sections]

@@ -29,13 +29,17 @@ without_prefect = False
 """Set by the command line before it imports a flow file: flows are plain functions then, and steps plain calls."""
 
 
-def flow(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function a Prefect flow, with runs named after the flow and its config."""
+def flow(name: str, read: Callable[..., RunConfig] = load) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function a Prefect flow, with runs named after the flow and its config.
+
+    Args:
+        read: Makes the flow's config of a file and overrides.
+    """
     if without_prefect:
         return lambda function: function
     from flows.runtime.console import PrivateFlow
 
-    return lambda function: PrivateFlow(notify_at_end(name, try_again(function)), name=name)
+    return lambda function: PrivateFlow(notify_at_end(name, try_again(function), read), name=name)
 
 
 def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +68,7 @@ def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def notify_at_end(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def notify_at_end(name: str, function: Callable[..., Any], read: Callable[..., RunConfig] = load) -> Callable[..., Any]:
     """Sends notifications when a run ends (see `home/notify.yaml`), except for runs at a terminal.
 
     A run inside another one leaves that to the outer one.
@@ -84,21 +88,23 @@ def notify_at_end(name: str, function: Callable[..., Any]) -> Callable[..., Any]
         try:
             result = function(*args, **kwargs)
         except Exception as error:
-            notify_failure(name, given.arguments, error)
+            notify_failure(name, given.arguments, error, read)
             raise
-        notify_result(name, given.arguments, result)
+        notify_result(name, given.arguments, result, read)
         return result
 
     return run
 
 
-def notify_failure(name: str, given: Mapping[str, Any], error: Exception) -> None:
+def notify_failure(
+    name: str, given: Mapping[str, Any], error: Exception, read: Callable[..., RunConfig] = load
+) -> None:
     """Sends the notification of a failed run."""
     config = given.get("config", "")
     with suppress(ConfigError):  # a home of that name cannot be
         home = config.home_path if isinstance(config, RunConfig) else home_path(".dlrm")
         with suppress(ContractError):
-            home = load(config, given.get("overrides")).home_path
+            home = read(config, given.get("overrides")).home_path
         shown = str(config)
         if isinstance(config, RunConfig | Draft):  # of a command, which has read the file
             shown = given_path(config.name)
@@ -106,14 +112,14 @@ def notify_failure(name: str, given: Mapping[str, Any], error: Exception) -> Non
         Notifier(home, logging.getLogger("dlrm").warning).send([describe_failure(name, shown, complete(hide(text)))])
 
 
-def notify_result(name: str, given: Mapping[str, Any], result: Any) -> None:
+def notify_result(name: str, given: Mapping[str, Any], result: Any, read: Callable[..., RunConfig] = load) -> None:
     """Sends notifications of held days, rejected models, and of a champion that is stale or badly calibrated."""
     warn = logging.getLogger("dlrm").warning
     try:
         config = given["config"]
         if isinstance(config, Draft) or not isinstance(result, Mapping):
             return
-        config = load(config, given.get("overrides"))
+        config = read(config, given.get("overrides"))
         settings = read_settings(config.home_path)
         if settings is None:
             return

@@ -9,6 +9,8 @@ from pipeline.errors import ConfigError
 
 PRIVATE: dict[str, Any] = {"warehouse": {"catalog"}, "registration": {"tracking_uri"}}
 """Section -> keys that may hold passwords. No message shows their values."""
+ELSEWHERE = {"characterize": "Only dlrm characterize and dlrm estimate read it. Give them this file, or leave it out."}
+"""Section that only some commands read -> what to do about it in the config of another one."""
 
 
 def explain(where: str, error: ValidationError, root: type[BaseModel]) -> ConfigError:
@@ -24,6 +26,7 @@ def explain(where: str, error: ValidationError, root: type[BaseModel]) -> Config
         alike = [name for name in close if _likeness(given, name) == _likeness(given, close[0])]
         shown = " or ".join(f"'{name}'" for name in alike)
         remedy = f"Did you mean {shown}?" if close else f"Known here: {', '.join(known)}." if known else "Remove it."
+        remedy = ELSEWHERE.get(key, remedy)
         return ConfigError(f"{where}, key '{key}'", "a known key", f"'{first['loc'][-1]}'{more}", remedy)
     if first["type"] == "missing":
         return ConfigError(f"{where}, key '{key}'", "a value", f"none{more}", "Add the key.")

@@ -1,8 +1,6 @@
 """RunConfig: the configs of all stages in one object, loaded from YAML."""
 
-import re
-from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -15,10 +13,9 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import to_jsonable_python
 
 from models.config import DLRMConfig
-from pipeline.characterization.config import CharacterizeConfig
+from pipeline.config import rules
 from pipeline.config.complaints import PRIVATE, explain
 from pipeline.config.files import home_path, put, read_yaml
 from pipeline.config.retention import RetentionConfig
@@ -27,59 +24,18 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.policy import Policy
 from pipeline.extraction.config import EventTable, IngestConfig, SourceConfig
+from pipeline.marks import APART, learned_values
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.registration.config import RegistrationConfig
 from pipeline.scoring.config import ScoringConfig
 from pipeline.search.config import ReleaseConfig, SweepConfig
-from pipeline.training.config import HOST_SHARDING, SPANS, TrainConfig, requested_sharding_types
-from pipeline.transforms.joins import EventWindow, FeatureJoin, History, share_files
+from pipeline.training.config import SPANS, TrainConfig
 from pipeline.transforms.ops.sampling import Sampling
-from pipeline.transforms.schema import FeatureSchema, SparseGroup
+from pipeline.transforms.schema import FeatureSchema
 from storage.config import NAME, PARTS, StorageConfig, WarehouseConfig, find_owner
 from storage.filters import check_filter
 
 M = TypeVar("M", bound=BaseModel)
-EXECUTION_KEYS = {
-    "training": {
-        "launcher",
-        "resources",
-        "labels",
-        "send_ids_ahead",
-        "cuda_graph",
-        "device",
-        "threads_per_rank",
-        "log_every_steps",
-        "checkpoint_every_steps",
-        "checkpoint_every_seconds",
-        "checkpoint_async",
-        "keep_checkpoints",
-        "least_ranks",
-        "restart_limit",
-        "hang_seconds",
-        "deadline_seconds",
-    },
-    "preprocessing": set(PreprocessingConfig.model_fields) - {"shuffle_window_rows", "session_column"},
-}
-"""Keys that do not change what is learned, left out of a training's identity."""
-NEW_KEYS: Mapping[type[BaseModel], Collection[str]] = {
-    TrainConfig: ("lanes", "hosts", "network_bytes_per_second"),
-    FeatureSchema: ("histories", "windows"),
-    FeatureJoin: ("valid_from", "as_of", "delay_seconds"),
-    History: ("stored",),
-    EventWindow: ("stored",),
-    SparseGroup: ("weights",),
-}
-"""Section -> keys that earlier versions lacked. A key at its default has no part in the identity."""
-PLACEMENT_KEYS = {
-    "world_size",
-    "hosts",
-    "network_bytes_per_second",
-    "sharding",
-    "partitioner",
-    "memory_per_rank_bytes",
-    "embedding_kernel",
-}
-"""Keys of `training` that do not change what is learned in lanes. Without lanes, they change the last bits."""
 
 
 def check_name(text: str) -> str:
@@ -100,13 +56,6 @@ def _filter(text: str) -> str:
     return text
 
 
-KNOWN_TO_RAY = {
-    "CPU": "Leave it out: a worker has one, and a rank as many as training.threads_per_rank.",
-    "GPU": "Leave it out. training.device=cuda reserves one for each rank.",
-    "memory": "Leave it out.",
-    "object_store_memory": "Leave it out.",
-}
-"""Names that have a meaning of their own for Ray -> what to do about them."""
 INCREMENTAL = {
     "epochs": 1,
     "max_steps": None,
@@ -142,35 +91,34 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     name: Annotated[str, AfterValidator(check_name)]
     """Name of the warehouse table, the MLflow experiment and the model."""
-    home: str = ".dlrm"
+    home: Annotated[str, APART] = ".dlrm"
     """Folder for everything a run writes, relative to the project or absolute. DLRM_HOME overrides it."""
     seed: NonNegativeInt = 1
     """Seeds initial weights, the order of rows and dropout."""
-    source: SourceConfig
-    events: Mapping[Annotated[str, AfterValidator(check_name)], EventTable] = {}
+    source: Annotated[SourceConfig, APART]
+    events: Annotated[Mapping[Annotated[str, AfterValidator(check_name)], EventTable], APART] = {}
     """Table of the warehouse -> the log of events that an ingest keeps in it. A history or window reads it by `table`,
     and may leave out `on` and `time`: they are then `key` and `time` of the event table."""
-    ingest: IngestConfig = IngestConfig()
-    warehouse: WarehouseConfig = WarehouseConfig()
-    storage: StorageConfig = StorageConfig()
+    ingest: Annotated[IngestConfig, APART] = IngestConfig()
+    warehouse: Annotated[WarehouseConfig, APART] = WarehouseConfig()
+    storage: Annotated[StorageConfig, APART] = StorageConfig()
     features: FeatureSchema
     filter: Annotated[str, AfterValidator(_filter)] | None = None
     """Rows to train and evaluate on, such as \"country = 'DE' and age >= 18\"."""
     sampling: Sampling | None = None
     """Share of the rows to train on. None takes all. Early stopping and evaluation take all rows."""
     split: SplitConfig
-    preprocessing: PreprocessingConfig = PreprocessingConfig()
+    preprocessing: Annotated[PreprocessingConfig, APART] = PreprocessingConfig()
     model: DLRMConfig = DLRMConfig()
     training: TrainConfig = TrainConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    gate: GateConfig = GateConfig()
-    registration: RegistrationConfig = RegistrationConfig()
-    scoring: ScoringConfig = ScoringConfig()
-    recurring: RecurringConfig = RecurringConfig()
-    retention: RetentionConfig = RetentionConfig()
-    sweep: SweepConfig = SweepConfig()
-    release: ReleaseConfig = ReleaseConfig()
-    characterize: CharacterizeConfig = CharacterizeConfig()
+    evaluation: Annotated[EvaluationConfig, APART] = EvaluationConfig()
+    gate: Annotated[GateConfig, APART] = GateConfig()
+    registration: Annotated[RegistrationConfig, APART] = RegistrationConfig()
+    scoring: Annotated[ScoringConfig, APART] = ScoringConfig()
+    recurring: Annotated[RecurringConfig, APART] = RecurringConfig()
+    retention: Annotated[RetentionConfig, APART] = RetentionConfig()
+    sweep: Annotated[SweepConfig, APART] = SweepConfig()
+    release: Annotated[ReleaseConfig, APART] = ReleaseConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -196,53 +144,23 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         return {**values, "features": {**features, **added}}
 
     @model_validator(mode="after")
-    def _logs_fit_event_tables(self) -> Self:
-        if self.name in self.events:
-            raise ConfigError(
-                f"events.{self.name}", "another name than the table of the samples", self.name, "Rename one of them."
-            )
-        generator = self.source.generator
-        for table, events in self.events.items():
-            if events.path is None and (generator is None or not generator.watched_per_day):
-                found = "none, and no generator that writes it"
-                remedy = "Add it. For a generated log, set source.generator.watched_per_day."
-                raise ConfigError(f"events.{table}", "`path` of the log", found, remedy)
-        for log in self.features.logs:
-            declared = self.events.get(log.table or "")
-            if declared is not None and (log.on, log.time) != (declared.key, declared.time):
-                raise ConfigError(
-                    f"on and time of {log.place}",
-                    f"{', '.join(declared.key)} and {declared.time}, of its event table",
-                    f"{', '.join(log.on)} and {log.time}", "Leave them out.",
-                )  # fmt: skip
-            if log.stored and declared is not None and declared.keep_days is not None:
-                raise ConfigError(
-                    f"stored of {log.place}", "an event table that keeps all days, because an old day would be written "
-                    "again without the events that are gone", f"keep_days={declared.keep_days}",
-                    "Leave out one of them.",
-                )  # fmt: skip
-            if log.stored and log.table == self.name:
-                raise ConfigError(
-                    f"stored of {log.place}", "another table than that of the samples: each backfill would change the "
-                    "log itself", "true", "Leave it out.",
-                )  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _rows_reach_the_ranks(self) -> Self:
-        executor = self.preprocessing.executor
-        if self.ranks_are_elsewhere and executor != "inline" and self.preprocessing.transport == "memory":
-            raise ConfigError(
-                f"preprocessing.transport with training.launcher={self.training.launcher}", "network or auto: other "
-                "machines have no part in this machine's memory", "memory", "Leave preprocessing.transport out.",
-            )  # fmt: skip
+    def _sections_fit(self) -> Self:
+        logs = (self.name, self.source, self.events, self.features)
+        ranks = (self.training, self.preprocessing)
+        rules.require_event_tables(*logs)
+        rules.require_reachable_rows(*ranks)
+        rules.require_known_hosts(*ranks)
+        rules.require_cluster_for_resources(*ranks)
+        rules.require_shared_losses(*ranks)
+        self.source.check_label(self.features.label, self.features.weight)  # negatives keep their weight
+        rules.require_known_labels(*logs)
+        _ = self.incremental  # refuses what does not fit
         return self
 
     @property
     def ranks_are_elsewhere(self) -> bool:
         """Whether ranks may run on other machines."""
-        on_cluster = self.training.launcher == "ray" and self.preprocessing.ray_address is not None
-        return on_cluster or self.training.launcher == "external"
+        return rules.are_ranks_elsewhere(self.training, self.preprocessing)
 
     @property
     def uses_cluster(self) -> bool:
@@ -250,112 +168,10 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
         on_ray = self.training.launcher == "ray" or self.preprocessing.executor == "ray"
         return on_ray and self.preprocessing.ray_address is not None
 
-    @model_validator(mode="after")
-    def _plans_fit_several_hosts(self) -> Self:
-        training = self.training
-        if training.hosts > 1 and not self.ranks_are_elsewhere:
-            raise ConfigError(
-                f"training.hosts with launcher={training.launcher}", "preprocessing.ray_address, the cluster that has "
-                "them", "None, which starts Ray on this machine", "Set it, or leave out hosts.",
-            )  # fmt: skip
-        kinds = sorted(requested_sharding_types(training.sharding) & HOST_SHARDING)
-        if self.ranks_are_elsewhere and training.hosts == 1 and kinds:
-            raise ConfigError(
-                f"training.sharding with launcher={training.launcher}", "types that do not divide a table among the "
-                "ranks of one host, because training.hosts=1 names no hosts", ", ".join(kinds),
-                "Set training.hosts, choose another type, or launcher: processes.",
-            )  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _nodes_have_resources(self) -> Self:
-        address = self.preprocessing.ray_address
-        on_ray = {
-            "training": self.training if self.training.launcher == "ray" else None,
-            "preprocessing": self.preprocessing if self.preprocessing.executor == "ray" else None,
-        }
-        used = {
-            f"{section}.{key}": getattr(values, key)
-            for section, values in on_ray.items()
-            for key in ("resources", "labels")
-            if values is not None
-        }
-        for where, resources in used.items():
-            if resources and address is None:
-                raise ConfigError(
-                    where, "preprocessing.ray_address, the cluster that has them",
-                    "None, which starts Ray on this machine", f"Set it, or leave out the {where.rpartition('.')[2]}.",
-                )  # fmt: skip
-            known = KNOWN_TO_RAY.keys() if where.endswith(".resources") else set()
-            for name in resources.keys() & known:
-                raise ConfigError(where, "resources that your nodes were started with", name, KNOWN_TO_RAY[name])
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_lose_the_same_rows(self) -> Self:
-        executor, ranks = self.preprocessing.executor, self.training.world_size
-        if executor == "inline" and self.preprocessing.on_corrupt == "quarantine" and ranks > 1:
-            raise ConfigError(
-                "preprocessing.on_corrupt 'quarantine'", "one executor for all ranks: each inline rank would lose "
-                "other rows", f"preprocessing.executor=inline, {ranks} ranks", "Set preprocessing.executor=process.",
-            )  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _negatives_keep_their_weight(self) -> Self:
-        self.source.check_label(self.features.label, self.features.weight)
-        return self
-
-    @model_validator(mode="after")
-    def _logs_tell_no_label(self) -> Self:
-        label, sources = self.features.label, self.features.sources
-        outcomes = None if self.source.outcomes is None else self.source.outcomes.path
-        samples = self.source.path if self.source.outcomes is None else None
-        paths = {
-            log: self.events[log.table].path if log.table and log.table in self.events else log.path for log in sources
-        }
-        own = [log for log in sources if log.table == self.name or share_files(paths[log], samples)]
-        filtered = {log for log in self.features.logs if re.search(rf"\b{re.escape(label)}\b", log.where or "")}
-        telling = [log for log in own if log in filtered or any(fnmatchcase(label, name) for name in log.columns)]
-        shared = [log for log in sources if share_files(paths[log], outcomes)]
-        sides = [side for side in self.source.lookups if share_files(side.path, outcomes)]
-        for log in (*telling, *shared, *sides):
-            if log.as_of is not None and not log.delay_seconds:
-                raise ConfigError(
-                    f"delay_seconds of {log.place}", "1 or more, because it has the labels", "0",
-                    "Set it to the seconds after which a label is known when a row is served.",
-                )  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _trains_incrementally(self) -> Self:
-        where = "recurring.training"
-        try:
-            incremental = self.incremental
-        except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join([where, *(str(part) for part in first["loc"])])
-            raise ConfigError(key, "a key of `training` and a value that fits", first["msg"], "Correct it.") from None
-        fixed = ("dense_optimizer", "table_optimizer", "table_precision", "sync", "world_size")
-        for key in fixed:
-            if getattr(incremental, key) != getattr(self.training, key):
-                expected = f"training.{key}, {getattr(self.training, key)}: the state is kept"
-                raise ConfigError(f"{where}.{key}", expected, f"{getattr(incremental, key)}", "Leave it out.")
-        return self
-
-    @model_validator(mode="after")
-    def _workload_has_pairs(self) -> Self:
-        workload = self.characterize.workload
-        alone = workload is not None and workload.sparse_features + bool(workload.dense_features) < 2
-        if alone and self.model.interaction == "dot":
-            where = "characterize.workload with model.interaction=dot"
-            raise ConfigError(where, "at least two features", "one", "Raise sparse_features, or choose cat.")
-        return self
-
     @property
     def incremental(self) -> TrainConfig:
         """Settings of incremental training."""
-        return TrainConfig.model_validate({**self.training.model_dump(), **INCREMENTAL, **self.recurring.training})
+        return rules.derive_incremental(self.training, {**INCREMENTAL, **self.recurring.training})
 
     @property
     def home_path(self) -> Path:
@@ -374,24 +190,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def semantics(self) -> dict[str, Any]:
         """Returns what decides the trained model, apart from its data. Equal semantics are one training."""
-        elsewhere = {"home", "source", "events", "ingest", "warehouse", "evaluation", "gate", "registration", "scoring"}
-        elsewhere |= {"storage", "recurring", "retention", "sweep", "release", "characterize"}
-        values = self.model_dump(mode="json", exclude=elsewhere)
-        for section, keys in EXECUTION_KEYS.items():
-            values[section] = {key: value for key, value in values[section].items() if key not in keys}
-        values["training"] = _without_new(values["training"], TrainConfig)
-        if self.training.lanes is not None:
-            values["training"] = {key: value for key, value in values["training"].items() if key not in PLACEMENT_KEYS}
-        hidden = ("allow_deprecated", "map_keys")  # names of keys are keys by now
-        features = {key: value for key, value in values["features"].items() if key not in hidden}
-        kinds: dict[str, type[BaseModel]] = {"joined": FeatureJoin, "histories": History, "windows": EventWindow}
-        for key, kind in kinds.items():
-            features[key] = [_without_new(one, kind) for one in features[key] if not one["stored"]]
-        features = _without_new(features, FeatureSchema)
-        features["sparse"] = [_without_new(one, SparseGroup) for one in features["sparse"]]
-        for group in (*features["dense"], *features["sparse"]):
-            del group["on_missing"]  # decides whether a training starts, not what it learns
-        return values | {"features": features, "weights": self.registration.weights}
+        values = learned_values(self, lanes=self.training.lanes is not None)
+        for key in ("joined", "histories", "windows"):
+            logs = zip(getattr(self.features, key), values["features"][key], strict=True)
+            values["features"][key] = [log for source, log in logs if not source.stored]
+        return values
 
     def shareable(self) -> dict[str, Any]:
         """Returns the config without keys that may hold passwords: the catalog's properties and MLflow's address."""
@@ -399,15 +202,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     def flat(self) -> dict[str, Any]:
         """Returns dotted key -> value of all chosen settings, for MLflow's table of parameters."""
-        hidden = PRIVATE | dict.fromkeys(("source", "events", "features", "sweep", "release", "characterize"), True)
+        hidden = PRIVATE | dict.fromkeys(("source", "events", "features", "sweep", "release"), True)
         values = self.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
         return dict(_flattened(values | self.model_dump(mode="json", include={"training", "model"})))
-
-
-def _without_new(values: Mapping[str, Any], section: type[BaseModel]) -> dict[str, Any]:
-    """Returns the values of a section without its new keys that are at their default."""
-    new = {key: to_jsonable_python(section.model_fields[key].default) for key in NEW_KEYS[section]}
-    return {key: value for key, value in values.items() if key not in new or value != new[key]}
 
 
 def default_settings() -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter
 
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.record import FLOOR, PLOTS, Curve, FeatureImportance, name_slice
@@ -311,24 +311,4 @@ def sharding_plan(rows: Sequence[Mapping[str, Any]], world_size: int) -> Figure:
         axes.set_ylabel(label)
     figure.suptitle(PLOTS["placement"], fontsize=11)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    return figure
-
-
-def sharding_plans(plans: Sequence[Mapping[str, Any]]) -> Figure:
-    """Plots the loss curves of several sharding plans, and the time per step of each."""
-    figure = Figure(figsize=(8.0, 2.8 + 0.22 * len(plans)), layout="constrained", dpi=110)
-    above, below = figure.subplots(2, gridspec_kw={"height_ratios": [2.4, 0.22 * len(plans)]})
-    names = [f"{p['kind']}, {p['partitioner']}, {p['table_optimizer']}, {p['world_size']} ranks" for p in plans]
-    for plan in plans:
-        above.plot(range(1, len(plan["losses"]) + 1), plan["losses"], linewidth=1.0, alpha=0.6)
-    above.set_title(f"Loss under {len(plans)} sharding plans", fontsize=11)
-    above.set_xlabel("step")
-    above.xaxis.set_major_locator(MaxNLocator(integer=True))
-    above.set_ylabel("log loss")
-    below.barh(names, [max(plan["measured_ms"]) for plan in plans], color="tab:blue")
-    below.invert_yaxis()
-    below.tick_params(axis="y", labelsize=7)
-    below.set_xlabel("ms a step, slowest rank")
-    for axes in (above, below):
-        axes.grid(alpha=0.25)
     return figure

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
+from pipeline.marks import LEARNED
 
 
 class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -26,11 +27,11 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     """Workers of all ranks together. auto adds workers while the trainer waits and removes idle ones."""
     max_workers: PositiveInt | None = None
     """Upper bound of workers under auto. None: one for each processor core of this machine, or of the Ray cluster."""
-    shuffle_window_rows: PositiveInt = 262_144
+    shuffle_window_rows: Annotated[PositiveInt, LEARNED] = 262_144
     """Rows that are shuffled together, in memory. Row groups are permuted over the whole epoch first."""
     split_rows: PositiveInt = 65_536
     """Rows of a split, the unit of work of one worker. Small row groups are read together up to this many rows."""
-    session_column: str | None = None
+    session_column: Annotated[str | None, LEARNED] = None
     """Shuffles sessions as a whole: neighbouring rows with an equal value in this column stay together. None shuffles
     single rows."""
     deduplicate: tuple[str, ...] = ()

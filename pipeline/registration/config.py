@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel
 
 from pipeline.errors import ConfigError
+from pipeline.marks import LEARNED
 
 Default = int | float | str | bool | None | tuple[int | float | str | None, ...]
 """Default of a raw column for requests that lack it."""
@@ -29,7 +30,7 @@ class RegistrationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_d
     """Raw column -> the value that the registered model uses if a request lacks the column or sends the wrong kind.
 
     Defaults are not part of a training's identity: a registered model takes new ones with `force=true` only."""
-    weights: Weights = "fp32"
+    weights: Annotated[Weights, LEARNED] = "fp32"
     """int8: embedding tables as bytes, (width + 8) / (4 width) of the size. The rest of the model stays fp32.
 
     The model is evaluated in the form that is registered.

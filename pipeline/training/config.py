@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.errors import ConfigError
+from pipeline.marks import APART, PLACEMENT
 from pipeline.training.support import require_support
 
 ShardingType = Literal[
@@ -76,36 +77,36 @@ def requested_sharding_type(sharding: Sharding, table: str) -> str:
 class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Training. Sizes are rows of the global batch, spans are steps (updates) or epochs."""
 
-    world_size: PositiveInt = 2
+    world_size: Annotated[PositiveInt, PLACEMENT] = 2
     """Number of ranks, one process each."""
-    hosts: PositiveInt = 1
+    hosts: Annotated[PositiveInt, PLACEMENT] = 1
     """Hosts that the ranks are on, as many on each and those of a host one after another. Several need launcher ray or
     external. The sharding planner then counts what crosses the network, and `table_row_wise` and `grid_shard` divide
     the rows of a table among the ranks of one host. 1: one host, or several that the planner does not know."""
-    network_bytes_per_second: PositiveFloat | None = None
+    network_bytes_per_second: Annotated[PositiveFloat | None, PLACEMENT] = None
     """Bytes that a host sends over the network in a second, shared by its ranks. The sharding planner weighs it against
     TorchRec's figure within a host, 640 GB, also on CPU. Only with several hosts. None: TorchRec's, 13.4 GB per rank.
     """
-    launcher: Literal["processes", "ray", "external"] = "processes"
+    launcher: Annotated[Literal["processes", "ray", "external"], APART] = "processes"
     """What starts the ranks. processes: processes on this machine. ray: Ray Train workers on the cluster at
     `preprocessing.ray_address`; without an address, on a temporary local cluster. external: torchrun or SLURM, by a
     command that the training prints; it then follows the ranks through files in its folder, which their hosts share."""
-    resources: Mapping[str, PositiveFloat] = {}
+    resources: Annotated[Mapping[str, PositiveFloat], APART] = {}
     """What Ray reserves for each rank besides processors, such as `{gpu_host: 1}`: name of a resource -> amount. Ranks
     run on nodes that have it. Only with launcher ray."""
-    labels: Mapping[str, str] = {}
+    labels: Annotated[Mapping[str, str], APART] = {}
     """Labels of the nodes for ranks, as Ray selects them: `{zone: eu-1}`, `{kind: "in(big, huge)"}`, `{kind: "!spot"}`.
     Only with launcher ray."""
-    sharding: Sharding = "auto"
+    sharding: Annotated[Sharding, PLACEMENT] = "auto"
     """Sharding of the embedding tables: auto (TorchRec's planner chooses), one sharding type for all tables, or rules.
     The first rule that matches a table decides. Tables that no rule matches are planned as auto."""
-    partitioner: Literal["greedy", "memory_balanced", "largest_differencing"] = "greedy"
+    partitioner: Annotated[Literal["greedy", "memory_balanced", "largest_differencing"], PLACEMENT] = "greedy"
     """How the planner assigns shards to ranks. greedy: TorchRec's default. memory_balanced: TorchRec's, balances device
     memory (CUDA only). largest_differencing: ours; its slowest rank is never expected to be slower than with greedy."""
     table_memory: TableMemory = "device"
     """Where tables are stored. device: on the device. uvm: in host memory, accessed from the device. uvm_caching: in
     host memory with a cache on the device. The last two need CUDA."""
-    memory_per_rank_bytes: PositiveInt | None = None
+    memory_per_rank_bytes: Annotated[PositiveInt | None, PLACEMENT] = None
     """Memory that the planner may use per rank. None: the device's memory; on CPU, an equal share of its host's."""
     sync: Literal["synchronous", "easgd", "hogwild"] = "synchronous"
     """How ranks keep the dense weights equal. synchronous: averages gradients at every step, one update per batch. The
@@ -116,17 +117,17 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Steps between two exchanges of a rank's dense weights with the center."""
     easgd_rate: float | None = Field(default=None, gt=0.0, le=1.0)
     """Share of their difference by which rank and center move towards each other. None: 0.9 / world_size."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], APART] = "auto"
     """auto: CUDA if launcher is processes and this machine has one device for every rank, else CPU. With cuda, Ray
     reserves a GPU for each rank."""
-    threads_per_rank: PositiveInt | None = None
+    threads_per_rank: Annotated[PositiveInt | None, APART] = None
     """CPU threads for tensor operations. None: an equal share of the cores. One rank alone then times now and then what
     a step takes with one thread, and uses one while that is faster, where the weights do not depend on it."""
     lanes: PositiveInt | None = None
     """Cuts each global batch into this many lanes, a multiple of `world_size`, and adds their gradients in one order.
     The weights then are the same bit for bit for every world size that divides this number, every sharding plan that is
     not refused and every number of threads, on CPUs of one kind. None: the last bits depend on these."""
-    least_ranks: PositiveInt | None = None
+    least_ranks: Annotated[PositiveInt | None, APART] = None
     """Fewest ranks with which a training on a Ray cluster continues when hosts are lost and not replaced within a
     minute. The weights stay the same, so it needs `lanes`. None: it waits for `world_size` ranks."""
     batch_rows: PositiveInt = 2_048
@@ -135,7 +136,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Passes over the training rows; early stopping may end sooner."""
     max_steps: PositiveInt | None = None
     """Updates to make in total; a resumed run counts those already made. None: `epochs` decides."""
-    embedding_kernel: Literal["auto", "fbgemm", "numba"] = "auto"
+    embedding_kernel: Annotated[Literal["auto", "fbgemm", "numba"], PLACEMENT] = "auto"
     """Kernel that looks up and updates tables. numba: ours, for CPU. auto: ours where possible, else FBGEMM's."""
     table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
     """Exact optimizer of the tables. Rows that a batch does not read stay unchanged, with adam too."""
@@ -161,7 +162,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     compile: bool = False
     """Compiles everything except the tables (torch.compile, needs a C++ compiler). This takes about a minute and pays
     off in long trainings."""
-    cuda_graph: bool = True
+    cuda_graph: Annotated[bool, APART] = True
     """On CUDA, a rank launches everything except the tables and the optimizers as one CUDA graph. Results of up to two
     ranks are the same bit for bit; sums over more may be added in another order. Without effect with dropout, shared
     lists (`deduplicate`), or `compile` on several ranks."""
@@ -171,7 +172,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     gradient_communication: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Data type of the gradients of pooled vectors that ranks exchange; gloo does not support bf16. On CPU, fp32 alone
     goes through shared memory."""
-    send_ids_ahead: bool = False
+    send_ids_ahead: Annotated[bool, APART] = False
     """Prefetches the input distribution: ids of the next batch are sent to the ranks that hold their tables while this
     batch is trained. Results are the same bit for bit. It gains nothing between ranks that share memory."""
     warmup_steps: NonNegativeInt = 0
@@ -180,7 +181,7 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Step at which both learning rates have fallen linearly to `decay_floor` of their start. None: no decay."""
     decay_floor: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the learning rates left after the decay."""
-    log_every_steps: PositiveInt = 50
+    log_every_steps: Annotated[PositiveInt, APART] = 50
     warmup: PositiveFloat | None = None
     """In place of `warmup_steps`, in epochs: 0.5 is half of the first."""
     decay: PositiveFloat | None = None
@@ -197,24 +198,24 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """In place of `average_from_step`, in epochs: 0.5 averages from the middle of the first."""
     average_every_steps: PositiveInt = 16
     """Steps between two samples of the mean."""
-    checkpoint_every_steps: PositiveInt | None = 1_000
+    checkpoint_every_steps: Annotated[PositiveInt | None, APART] = 1_000
     """None writes one checkpoint, at the end."""
-    checkpoint_every_seconds: PositiveInt | None = None
+    checkpoint_every_seconds: Annotated[PositiveInt | None, APART] = None
     """Also writes a checkpoint after this long without one, by rank 0's clock. None: steps alone decide."""
-    checkpoint_async: bool = True
+    checkpoint_async: Annotated[bool, APART] = True
     """Writes checkpoint files in the background; training pauses only to copy its state. Each rank needs memory for one
     more copy of its weights and optimizer state."""
-    keep_checkpoints: PositiveInt = 2
+    keep_checkpoints: Annotated[PositiveInt, APART] = 2
     """Newest checkpoints to keep, in addition to the best one."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What to do if the loss is not finite. stop: ends training and keeps the last good checkpoint. skip: all ranks
     leave the batch out and count it. Ten such batches in a row end training in either case."""
-    restart_limit: NonNegativeInt = 3
+    restart_limit: Annotated[NonNegativeInt, APART] = 3
     """How often dead or hung ranks are restarted from the same checkpoint; a newer checkpoint resets the count."""
-    hang_seconds: PositiveInt | None = 600
+    hang_seconds: Annotated[PositiveInt | None, APART] = 600
     """Restarts ranks that finish neither a step nor a validation batch for this long. Time spent waiting for
     preprocessing does not count while preprocessing makes progress. None: waits without limit."""
-    deadline_seconds: PositiveInt | None = None
+    deadline_seconds: Annotated[PositiveInt | None, APART] = None
     """Fails the training after this long, restarts included. None: no limit."""
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
 from pipeline.errors import ConfigError
+from pipeline.marks import APART
 from storage.filters import check_filter
 from storage.names import MOST_SECONDS, Names, require_both_times
 
@@ -91,7 +92,7 @@ class FeatureJoin(_Source):
     as_of: str | None = None
     """Column of the rows (timestamp or date) with their time. A date of the rows is the beginning of its day, a date of
     the source the end of its day. Needs `valid_from`."""
-    stored: bool = False
+    stored: Annotated[bool, APART] = False
     """Whether `flows.enrich` has backfilled the columns. They are then read from the table and not joined."""
 
     @model_validator(mode="after")
@@ -127,7 +128,7 @@ class _EventLog(_Source):
     `delay_seconds`. A date of the rows is the beginning of its day, a date of the log the end of its day."""
     where: str | None = None
     """Filter of the events, such as `action = 'finish'`. Only those that it keeps are seen."""
-    stored: bool = False
+    stored: Annotated[bool, APART] = False
     """Whether `flows.enrich` has backfilled the columns. They are then read from the table and not computed."""
 
     @model_validator(mode="after")

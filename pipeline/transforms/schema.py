@@ -3,11 +3,12 @@
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, NonNegativeInt, model_validator
 
 from pipeline.errors import ColumnError, closest_names
+from pipeline.marks import APART
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.kinds import Kind
 from pipeline.transforms.ops import AnyOp
@@ -30,7 +31,7 @@ class FeatureGroup(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     name: str = COLUMN
     """Feature name. `{column}` stands for the column. Set it to use a column in several groups."""
     transforms: tuple[AnyOp, ...] = ()
-    on_missing: Literal["fail", "default"] = "fail"
+    on_missing: Annotated[Literal["fail", "default"], APART] = "fail"
     """How to treat a column that is named here (not matched by a pattern) but is not in the table. fail refuses to
     train. default reads it as null in every row, and serving ignores it."""
 
@@ -86,9 +87,9 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Event logs. Groups can name the counts, sums and means of their events as if they were in the table."""
     dense: tuple[DenseGroup, ...] = ()
     sparse: tuple[SparseGroup, ...] = Field(min_length=1)
-    allow_deprecated: bool = False
+    allow_deprecated: Annotated[bool, APART] = False
     """Whether to train on features that the catalog marks as deprecated."""
-    map_keys: Mapping[str, Mapping[str, NonNegativeInt]] = {}
+    map_keys: Annotated[Mapping[str, Mapping[str, NonNegativeInt]], APART] = {}
     """Names for keys of maps: map -> name -> key. Groups can then say `dense[age]` or `dense[user_*]` instead of
     `dense[17]`."""
 

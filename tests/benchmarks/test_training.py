@@ -11,7 +11,7 @@ import torch
 from benchmarks import cuda, trainers, training
 from benchmarks.trainers import CONTESTANTS, LANES, ON_CUDA, StepShape, batches
 from benchmarks.wide_table import wide_table
-from pipeline.characterization.machine import Machine
+from pipeline.study.measure.machine import Machine
 
 SMALL = StepShape(tables=3, rows=50, width=8, batch_rows=32, ids=3)
 

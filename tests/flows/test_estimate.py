@@ -3,12 +3,12 @@
 import pytest
 
 from flows.estimate import estimate
-from pipeline.characterization import calibration_points
-from pipeline.characterization.estimate import RankMachine, derive_shape, estimate_checkpoint_bytes
 from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.jobs.estimate import calibration, footprint
 from pipeline.jobs.workspace import Workspace
+from pipeline.study.estimate import calibration, calibration_points, footprint
+from pipeline.study.estimate.memory import RankMachine, derive_shape, estimate_checkpoint_bytes
+from pipeline.study.points.config import Workload
 from storage.errors import StorageError
 
 CONFIG = "configs/smoke.yaml"
@@ -19,7 +19,7 @@ ROOM = RankMachine(memory_bytes=64 << 30, most_ranks=2)
 def measured(smoke, home):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
-        return footprint.measure_footprint(Workspace(load(CONFIG)), None)
+        return footprint.measure_footprint(Workspace(load(CONFIG)), None, None)
 
 
 def test_a_rank_is_given_the_tables_that_a_real_rank_holds(smoke, measured):
@@ -35,9 +35,7 @@ def test_a_checkpoint_has_the_estimated_size(smoke, measured, home):
     folder = home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "checkpoints" / "best"
     found = sum(path.stat().st_size for path in folder.iterdir())
     shape = derive_shape(config.model, measured.dense, measured.bags)
-    assert estimate_checkpoint_bytes(shape, footprint.make_memory_setup(config.training)) == pytest.approx(
-        found, rel=0.01
-    )
+    assert estimate_checkpoint_bytes(shape, config.training) == pytest.approx(found, rel=0.01)
 
 
 def test_rows_are_counted_and_a_worker_is_measured(smoke, measured):
@@ -49,14 +47,14 @@ def test_rows_are_counted_and_a_worker_is_measured(smoke, measured):
 def test_a_workload_needs_no_table(tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     workload = {"dense_features": 3, "sparse_features": 2, "hash_size": 50, "lookups": 4}
-    config = load(CONFIG, {"characterize.workload": workload, "training.batch_rows": 64})
-    found = footprint.measure_footprint(Workspace(config), None)
+    config = load(CONFIG, {"training.batch_rows": 64})
+    found = footprint.measure_footprint(Workspace(config), Workload(**workload), None)
     assert (found.dense, len(found.bags), found.rows) == (3, 2, None)
     assert found.uses["sparse_0"].ids_per_bag == (4.0,)
     _, whole = footprint.estimate_single_rank(Workspace(config), found, 0)
     assert whole.lookups == 2 * 4 * 64
     with pytest.raises(StorageError, match=r"Run `python -m flows.ingest` first"):
-        footprint.measure_footprint(Workspace(load(CONFIG)), None)
+        footprint.measure_footprint(Workspace(load(CONFIG)), None, None)
 
 
 @pytest.mark.parametrize(

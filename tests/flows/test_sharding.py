@@ -9,9 +9,9 @@ from flows.sharding import sharding
 from pipeline.config import load
 from pipeline.evaluation import plots
 from pipeline.jobs.console import format_rows
-from pipeline.jobs.training import sharding_plans
-from pipeline.jobs.training.sharding_plans import TOLERANCE
 from pipeline.jobs.workspace import Workspace
+from pipeline.study import plans as sharding_plans
+from pipeline.study.plans import TOLERANCE
 
 KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
 """A few plans, because each starts its own ranks. tests/pipeline/training/tables/test_sharding.py covers all types."""

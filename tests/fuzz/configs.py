@@ -12,7 +12,7 @@ import yaml
 from flows.runtime.cli import parse
 from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT
-from pipeline.jobs.estimate.footprint import load_machine
+from pipeline.study.estimate.footprint import load_machine
 from tests.fuzz.harness import Case
 from tests.fuzz.mutate import DEEP, mutate_bytes, mutate_value, odd_value
 

@@ -16,10 +16,10 @@ from typing import Any, cast
 from pipeline.jobs.code_version import CodeVersion
 from pipeline.jobs.console import Progress
 from pipeline.jobs.recurring.backtest import read_day
-from pipeline.jobs.study.points import read_point
 from pipeline.jobs.training.events import EventReport
-from pipeline.jobs.training.sharding_plans import read_loss
 from pipeline.registration.journal import Journal
+from pipeline.study.measure.group import read_point
+from pipeline.study.plans import read_loss
 from pipeline.training.launch.processes import Event, Limits, RankGroup, read_error
 from tests.fuzz.harness import Case, require
 from tests.fuzz.mutate import mutate_bytes, mutate_json

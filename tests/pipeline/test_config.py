@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import yaml
 
-from pipeline.characterization.points import list_points
-from pipeline.config import RunConfig, load
+from pipeline.config import load
 from pipeline.config.files import ROOT, home_path, read_yaml
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.identity import identity
 from pipeline.jobs.workspace import Workspace
+from pipeline.study.points.load import StudyConfig, load_study
+from pipeline.study.points.points import list_points
 from pipeline.transforms.ops import known_kinds
 
 MINIMAL: dict[str, Any] = {
@@ -48,18 +49,22 @@ def ops(*transforms: dict[str, Any]) -> dict[str, Any]:
     ids=lambda path: path.name,
 )
 def test_each_config_of_the_project_loads(path: Path) -> None:
-    config = load(path)
-    assert load(config) == config
-    assert load(str(path.relative_to(ROOT))) == config
-    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+    """Those of the paper's studies with their own section, and without it as plain ones."""
+    read = load_study if path.parent.name == "paper" else load
+    config = read(path)
+    assert read(config) == config
+    assert read(str(path.relative_to(ROOT))) == config
+    assert type(config).model_validate_json(config.model_dump_json()) == config
+    if isinstance(config, StudyConfig):
+        assert load(config.run) == config.run
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "paper").glob("*.yaml")), ids=lambda path: path.name)
 def test_each_point_of_the_papers_experiments_is_a_config(path: Path) -> None:
-    at_scale = list_points(load(path).characterize)
+    at_scale = list_points(load_study(path).characterize)
     assert len({point.key for point in at_scale}) == len(at_scale) <= 24
     for point in at_scale:
-        load(path, dict(point.settings))
+        load_study(path, dict(point.settings))
 
 
 def test_a_path_is_looked_up_in_the_current_folder_then_in_the_project(
@@ -309,9 +314,9 @@ def test_one_sentence_for_a_bad_value(values: dict[str, Any], said: str) -> None
             "got '1=1; drop table x' at character 1. Write it like \"country = 'DE' and age >= 18\".",
         ),
         (
-            {"characterize": {"workload": {"sparse_features": 1, "dense_features": 0}}},
-            "characterize.workload with model.interaction=dot: expected at least two features, got one. Raise "
-            "sparse_features, or choose cat.",
+            {"characterize": {"steps": 2}},
+            "config, key 'characterize': expected a known key, got 'characterize'. Only dlrm characterize and dlrm "
+            "estimate read it. Give them this file, or leave it out.",
         ),
         ({"split": {}}, "split: expected one of days, every_nth_day, column, hash, got none. Give exactly one."),
         *(
@@ -516,7 +521,7 @@ def test_hosts_that_the_ranks_cannot_be_on_are_refused(case: str) -> None:
 
 
 def test_hosts_are_part_of_the_identity_only_if_the_planner_knows_them() -> None:
-    """As the sharding is: its sums differ in their last bits. Trainings of earlier versions keep their identity."""
+    """As the sharding is: its sums differ in their last bits."""
     keys = {"training.launcher": "external", "preprocessing.executor": "inline"}
     one, two, same = (
         load("configs/smoke.yaml", keys | more).semantics()["training"]

@@ -15,7 +15,6 @@ import duckdb
 from pipeline.config import load
 from pipeline.config.draft import Draft, load_draft
 from pipeline.config.files import ROOT
-from pipeline.config.run import EXECUTION_KEYS
 from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.formats.text import FILE
@@ -23,12 +22,13 @@ from pipeline.extraction.opening import SourceContext, duckdb_limits, open_raw_r
 from pipeline.extraction.samples import guess_unit, plain_name
 from pipeline.extraction.sources import ROW, key_family
 from pipeline.jobs.console import Console, step
+from pipeline.marks import keys_apart
 from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import TableFacts, find_row_key, observe
 from pipeline.suggestion.shape import Shape
 from pipeline.suggestion.splits import ChosenSplit, choose_split
 from pipeline.suggestion.write import render_config
-from pipeline.training.config import SPANS
+from pipeline.training.config import SPANS, TrainConfig
 from pipeline.transforms.schema import unknown_column
 from storage.artifacts import write_text
 from storage.names import NAME
@@ -41,7 +41,7 @@ ONE_DAY = "2000-01-01"
 """Day of all rows of `path` if no column gives one."""
 FEW_BAD = 0.01
 """Share of labels other than 0 and 1 that is left to the quarantine."""
-MACHINE_KEYS = EXECUTION_KEYS["training"] | {
+MACHINE_KEYS = keys_apart(TrainConfig) | {
     "world_size",
     "hosts",
     "network_bytes_per_second",

@@ -9,7 +9,6 @@ from typing import Any
 from pipeline.config import load
 from pipeline.jobs.console import step
 from pipeline.jobs.reads import READS
-from pipeline.jobs.tables.ladder import measure_steps
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from storage.layout.flatten import add_columns, count_keys, days_with_maps, drop_maps, flattened, refuse_new_keys
@@ -146,14 +145,15 @@ def _make_proposal(
     workspace: Workspace, name: str, order_by: Sequence[str], recent_days: float, megabytes_per_second: float
 ) -> Proposal:
     warehouse = workspace.warehouse
-    reads = _recent_reads(workspace, name, recent_days)
+    reads = recent_reads(workspace, name, recent_days)
     reference, wanted = warehouse.current(name), _select_columns(workspace, name)
     warehouse.reader(reference, list(order_by))  # refuses names that are not columns of the table
     speed = megabytes_per_second * 1e6
     return propose(warehouse, reference, layout_of(warehouse, name), reads, wanted, order_by, speed)
 
 
-def _recent_reads(workspace: Workspace, name: str, days: float) -> list[ReadRecord]:
+def recent_reads(workspace: Workspace, name: str, days: float) -> list[ReadRecord]:
+    """Returns what runs of the last days read of a table."""
     since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=days)
     return load_reads(workspace.home / READS, name, since)
 
@@ -231,7 +231,7 @@ def change_layout(workspace: Workspace, action: str, name: str, options: dict[st
     """Runs one action of `flows.layout` on a table.
 
     Args:
-        action: propose, apply, measure, ladder, compact, flatten, expire or vacuum.
+        action: propose, apply, measure, compact, flatten, expire or vacuum.
         name: Table of the warehouse.
         options: Parameters of the flow by name.
     """
@@ -241,8 +241,6 @@ def change_layout(workspace: Workspace, action: str, name: str, options: dict[st
             return propose_layout(workspace, name, *proposal)
         case "apply":
             return apply_layout(workspace, name, *proposal, options["force"])
-        case "ladder":
-            return measure_steps(workspace, name, _recent_reads(workspace, name, options["recent_days"]))
         case "measure":
             return measure_reads(workspace, name)
         case "compact":

@@ -13,14 +13,14 @@ import pytest
 from pipeline.config import load
 from pipeline.data.position import Position
 from pipeline.errors import ConfigError, ContractError
-from pipeline.jobs.estimate.footprint import measure_worker_speed
-from pipeline.jobs.study.rank import load_batches
 from pipeline.jobs.training.rank_spec import SERVICE_FOLDER
 from pipeline.jobs.training.train import summarize_preprocessing
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.quarantine import read_quarantine
 from pipeline.preprocessing.service import Service
+from pipeline.study.estimate.footprint import measure_worker_speed
+from pipeline.study.measure.rank import load_batches
 from pipeline.training.config import TrainConfig
 from tests.pipeline.preprocessing.reference import (
     CONFIG,
