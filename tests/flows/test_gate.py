@@ -194,7 +194,7 @@ def test_a_champion_whose_rows_are_unknown_is_not_compared(smoke, home, copied, 
     tracker.log_json(run_id, changed, RECORD)
     tracker.client.set_model_version_tag("smoke", "1", "record", f"runs:/{run_id}/{RECORD}")
     gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
-    if reason is None:  # rows of another table are not looked for here: docs/limits.md
+    if reason is None:  # rows of another table are not looked for here: docs/evaluation.md
         assert gate.difference is not None
     else:
         assert (gate.decision, gate.champion, gate.champion_ne, gate.reason) == ("hold", 1, None, reason)

@@ -24,7 +24,7 @@ from pipeline.jobs.notify import NotifyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")]
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
 PAGES = [*TOP, *sorted(DOCS.rglob("*.md"))]
 MEASURED = {DOCS / "efficiency" / f"e{number}.md" for number in range(1, 9)}
 """Written by `flows.characterize`."""

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def test_the_smoke_run_trains_and_evaluates_on_two_hosts_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:
     """So few rows would be evaluated on the head. A test of the evaluation compares the two."""
-    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     (command,) = [block for block in text.split("```")[1::2] if "training.launcher=ray" in block]
     assert cluster.address in command
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
