@@ -15,8 +15,7 @@ from pipeline.study.measure.group import POINTS, measure_points
 from pipeline.study.points.config import CharacterizeConfig
 from pipeline.study.points.load import load_study
 from pipeline.study.points.points import list_points
-from tests.pipeline.study.test_quality import BATCH, CONFIG, RATE, SWEEP
-from tests.pipeline.study.tiny import TINY
+from tests.pipeline.study.tiny import BATCH, CONFIG, RATE, SWEEP, TINY
 
 LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
 """One process makes a trial a matter of seconds."""

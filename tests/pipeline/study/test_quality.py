@@ -9,10 +9,8 @@ from pipeline.study.job import pin_study
 from pipeline.study.points.config import CharacterizeConfig
 from pipeline.study.points.points import StudyPoint
 from pipeline.study.quality import check_point_sweep
+from tests.pipeline.study.tiny import BATCH, CONFIG, RATE, SWEEP
 
-CONFIG = "configs/smoke.yaml"
-RATE, BATCH = "training.table_learning_rate", "training.batch_rows"
-SWEEP = {"strategy": "random", "trials": 2, "space": {RATE: {"low": 0.01, "high": 0.2, "log": True}}}
 POINT = StudyPoint(values={BATCH: 512}, settings={BATCH: 512})
 
 
