@@ -4,13 +4,12 @@ The source may be larger than memory: DuckDB sorts it and spills to disk. A proc
 log of its own; pages of the files that it needs are in the system's cache, once for all processes.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from filelock import FileLock
 
 from pipeline.data.joined.index import KeyIndex, TimedIndex, hash_keys, present
 from pipeline.data.joined.source import SourceRows
@@ -63,7 +63,8 @@ def open_sorted(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, 
         StorageError: If the rows cannot be sorted.
     """
     if not (folder / MANIFEST).exists():
-        with _only_one(folder.parent):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / "lock"):
             if not (folder / MANIFEST).exists():
                 _remove_unused(folder.parent)
                 with ScratchFolder("making-", folder.parent) as partial:
@@ -310,12 +311,3 @@ def _remove_unused(folder: Path) -> None:
         if time.time() - manifest.stat().st_mtime > UNUSED_SECONDS:
             manifest.unlink()  # first, so that no process takes the rest for whole
             shutil.rmtree(manifest.parent, ignore_errors=True)
-
-
-@contextmanager
-def _only_one(folder: Path) -> Iterator[None]:
-    """Waits until no other process makes files below the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
