@@ -113,18 +113,18 @@ def compare_served(
             f"{', '.join(served[0].raw.names)}", "Log the columns that the model reads under their own names.",
         )  # fmt: skip
 
-    def served_rows(names: Sequence[str]) -> Iterator[Columns]:
+    def served_rows() -> Iterator[Columns]:
         for part in served:
             number = groups.index(frozenset(part.raw.names))
-            for batch in part.batches([name for name in names if name in part.raw.names]):
-                found = {name: batch.column(name) for name in batch.schema.names}
+            for batch in part.batches([name for name in forms if name in part.raw.names]):
                 group = {GROUP: pa.array(np.full(len(batch), number, np.int32))}
-                yield dict.fromkeys(names, pa.nulls(len(batch))) | group | found
+                absent = dict.fromkeys(forms, pa.nulls(len(batch)))
+                yield absent | group | {name: batch.column(name) for name in batch.schema.names}
 
-    def table_rows(names: Sequence[str], report: Report = lambda done, total: None) -> Iterator[Columns]:
+    def table_rows() -> Iterator[Columns]:
         done = 0
-        for batch in _read(open_reader(warehouse, source, names, None, joined), days):
-            yield {name: batch.column(name) for name in names}
+        for batch in _read(open_reader(warehouse, source, [*forms], None, joined), days):
+            yield {name: batch.column(name) for name in forms}
             done += len(batch)
             report(done, sum(days.values()))
 
@@ -132,17 +132,17 @@ def compare_served(
     differences = {name: ColumnDifferences(name, tolerance) for name in compared}
     rows = 0
     with _open_matching(warehouse, on, forms) as matching:
-        before = matching.count(served_rows(on), served[0].where)
-        now = matching.count(table_rows(on), f"table '{source.table}'")
-        for batch in matching.match(served_rows([*forms]), table_rows([*forms], report)):
+        before = matching.load("before", served_rows(), served[0].where)
+        now = matching.load("after", table_rows(), f"table '{source.table}'")
+        for batch in matching.match():
             rows += len(batch)
-            keys, (number, *values) = batch.columns[: len(on)], batch.columns[len(on) :]
+            number, *arrays = batch.columns
+            keys, values = arrays[: len(on)], arrays[len(on) :]
             for i, (name, one) in enumerate(differences.items()):
                 having = pa.array([j for j, group in enumerate(groups) if name in group], pa.int32())
                 mask = pc.is_in(number, having)
-                one.add(
-                    *(array.filter(mask) for array in values[i :: len(compared)]), [key.filter(mask) for key in keys]
-                )
+                then, after, *named = (array.filter(mask) for array in [*values[i :: len(compared)], *keys])
+                one.add(then, after, named)
     return _make_result(rows, differences, before - rows, now - rows)
 
 
@@ -209,52 +209,47 @@ class _Matching:
     """
 
     def __init__(self, connection: "duckdb.DuckDBPyConnection", on: Sequence[str], forms: Mapping[str, pa.DataType]):
-        self.connection, self.forms = connection, {**forms, GROUP: pa.int32()}
+        self.connection, self.forms = connection, forms
         self.keys = {name: f"key{i}" for i, name in enumerate(on)}
-        self.others = [name for name in forms if name not in on]
         self.failed: Exception | None = None
 
-    def count(self, rows: Iterator[Columns], where: str) -> int:
-        """Returns the number of rows.
+    def load(self, side: str, rows: Iterator[Columns], where: str) -> int:
+        """Reads the rows of one side, `before` or `after`. Returns their number.
 
         Raises:
             DataError: If a key occurs twice.
         """
-        self._register("keys", rows, self.keys)
-        present = " AND ".join(f"{key} IS NOT NULL" for key in self.keys.values())
-        texts = ", ".join(f"{key}::VARCHAR" for key in self.keys.values())
-        query = f"SELECT sum(n)::BIGINT, any_value([{texts}]) FILTER (n > 1 AND {present})"
-        query += " FROM (SELECT *, count(*) AS n FROM keys GROUP BY ALL)"
-        count, repeated = self.connection.execute(query).fetchall()[0]
-        if repeated is not None:
-            found = (
-                f"several of {', '.join(f'{name} {value}' for name, value in zip(self.keys, repeated, strict=True))}"
-            )
-            raise DataError(where, f"one row for each {', '.join(self.keys)}", found, "Name more columns: on=[...].")
-        return count or 0
-
-    def match(self, then: Iterator[Columns], now: Iterator[Columns]) -> Iterator[pa.RecordBatch]:
-        """Yields keys, the number of the set of columns, all compared columns as they were, and all as they are."""
-        before, after = ({name: f"{side}{i}" for i, name in enumerate(self.others)} for side in ("then", "now"))
-        self._register("before", then, self.keys | {GROUP: GROUP} | before)
-        self._register("after", now, self.keys | after)
-        query = f"SELECT * FROM before JOIN after USING ({', '.join(self.keys.values())})"
-        yield from self.connection.sql(query).to_arrow_reader(BATCH_ROWS)
-
-    def _register(self, view: str, rows: Iterator[Columns], names: Mapping[str, str]) -> None:
-        """Makes columns of rows a view of DuckDB under other names, to be read once."""
-        schema = pa.schema([(short, self.forms[name]) for name, short in names.items()])
+        compared = [name for name in self.forms if name not in self.keys]
+        names = {GROUP: GROUP} if side == "before" else {}
+        names |= self.keys | {name: f"{side}{i}" for i, name in enumerate(compared)}
+        kinds = {**self.forms, GROUP: pa.int32()}
+        schema = pa.schema([(short, kinds[name]) for name, short in names.items()])
 
         def batches() -> Iterator[pa.RecordBatch]:
             try:
                 for one in rows:
-                    columns = [to_form(_column(name), one[name], self.forms[name]) for name in names]
+                    columns = [to_form(_column(name), one[name], kinds[name]) for name in names]
                     yield pa.RecordBatch.from_arrays(columns, schema=schema)
             except Exception as error:
                 self.failed = error
                 raise
 
-        self.connection.register(view, pa.RecordBatchReader.from_batches(schema, batches()))
+        self.connection.register("incoming", pa.RecordBatchReader.from_batches(schema, batches()))
+        self.connection.execute(f"CREATE TABLE {side} AS FROM incoming")
+        keys, present = ", ".join(self.keys.values()), " AND ".join(f"{key} IS NOT NULL" for key in self.keys.values())
+        query = f"SELECT {keys} FROM {side} WHERE {present} GROUP BY ALL HAVING count(*) > 1 LIMIT 1"
+        repeated = self.connection.execute(query).fetchone()
+        if repeated is not None:
+            found = (
+                f"several of {', '.join(f'{name} {value}' for name, value in zip(self.keys, repeated, strict=True))}"
+            )
+            raise DataError(where, f"one row for each {', '.join(self.keys)}", found, "Name more columns: on=[...].")
+        return int(self.connection.table(side).shape[0])
+
+    def match(self) -> Iterator[pa.RecordBatch]:
+        """Yields the number of the set of columns, the keys, all compared columns as they were, and all as they are."""
+        query = f"SELECT * FROM before JOIN after USING ({', '.join(self.keys.values())})"
+        yield from self.connection.sql(query).to_arrow_reader(BATCH_ROWS)
 
 
 @contextmanager
