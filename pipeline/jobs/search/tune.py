@@ -6,7 +6,7 @@ from typing import Any
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError
 from pipeline.evaluation.metrics import format_metric
-from pipeline.jobs.search.sweep_run import run_sweep
+from pipeline.jobs.search.sweep import run_sweep
 from pipeline.jobs.tables.ingest import ingest_days
 from pipeline.jobs.tables.suggest import Written, named, write
 from pipeline.jobs.workspace import Workspace
