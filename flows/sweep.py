@@ -10,7 +10,7 @@ from typing import Any
 
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
-from pipeline.jobs.search.sweep_run import run_sweep
+from pipeline.jobs.search.sweep import run_sweep
 
 
 @flow("sweep")

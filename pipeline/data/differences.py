@@ -10,47 +10,14 @@ import pyarrow.compute as pc
 
 from pipeline.data.stored import to_micros
 from pipeline.errors import ConfigError
-from pipeline.transforms.kernels.changes import (
-    BETWEEN_NOW,
-    BETWEEN_THEN,
-    ITEMS,
-    LONGER,
-    MISSING_NOW,
-    MISSING_THEN,
-    NEWEST_NOW,
-    NEWEST_THEN,
-    NUMBER,
-    OLDEST_NOW,
-    OLDEST_THEN,
-    ORDER,
-    SAME,
-    SHORTER,
-    VALUE,
-    Codes,
-    Offsets,
-    compare_lists,
-)
 from storage.arrow import is_list, is_text
 
-REASONS = {
-    MISSING_THEN: "missing then",
-    MISSING_NOW: "missing now",
-    NUMBER: "other number",
-    VALUE: "other value",
-    ORDER: "other order",
-    NEWEST_THEN: "newest events missing then",
-    OLDEST_THEN: "oldest events missing then",
-    BETWEEN_THEN: "events between missing then",
-    NEWEST_NOW: "newest events missing now",
-    OLDEST_NOW: "oldest events missing now",
-    BETWEEN_NOW: "events between missing now",
-    LONGER: "longer now, other items",
-    SHORTER: "shorter now, other items",
-    ITEMS: "other items",
-}
-"""Way in which a value differs -> its name in reports. Each differing value counts for one."""
+SAME, MISSING_THEN, MISSING_NOW, ORDER, OTHER = range(5)
+WAYS = ("same", "missing then", "missing now", "other order", "other value")
+"""Ways in which a value differs, as reports name them. Each differing value counts for one."""
 EXAMPLES = 3
 """Rows that are named for each way."""
+Codes = npt.NDArray[np.int8]
 Distances = npt.NDArray[np.float64]
 
 
@@ -89,7 +56,8 @@ def to_form(where: str, array: pa.Array, form: pa.DataType) -> pa.Array:
     if pa.types.is_null(array.type):
         array = pa.nulls(len(array), form)
     if is_list(form):
-        return pa.LargeListArray.from_arrays(_offsets(array), to_form(where, array.flatten(), form.value_type))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(_lengths(array))])
+        return pa.LargeListArray.from_arrays(offsets, to_form(where, array.flatten(), form.value_type))
     if pa.types.is_timestamp(form):
         return to_micros(where, array).cast(form)
     if pa.types.is_floating(form):
@@ -107,27 +75,39 @@ def compare(then: pa.Array, now: pa.Array, tolerance: float) -> tuple[Codes, Dis
     Returns:
         For each row the way in which it differs, or SAME, int8 [N], and the distance of its numbers, float64 [N].
     """
-    codes, distances = np.zeros(len(then), np.int8), np.zeros(len(then))
+    distances = np.zeros(len(then))
     if is_list(then.type):
-        items = pa.concat_arrays([then.flatten(), now.flatten()]).dictionary_encode("encode").indices.to_numpy()
-        offsets = _offsets(then)
-        compare_lists(items[: offsets[-1]], offsets, items[offsets[-1] :], _offsets(now), codes)
-        return codes, distances
-    missing = [array.is_null().to_numpy(zero_copy_only=False) for array in (then, now)]
-    both = ~(missing[0] | missing[1])
-    codes[missing[0] & ~missing[1]], codes[missing[1] & ~missing[0]] = MISSING_THEN, MISSING_NOW
+        return _compare_lists(then, now), distances
+    codes = _find_missing(then.is_null(), now.is_null())
     other = pc.fill_null(pc.not_equal(then, now), False).to_numpy(zero_copy_only=False)
-    if not _is_number(then.type) or pa.types.is_boolean(then.type):
-        codes[other] = VALUE
-        return codes, distances
-    one, two = (pc.fill_null(array, 0).to_numpy().astype(np.float64) for array in (then, now))
-    with np.errstate(invalid="ignore"):  # of infinities, which are no fraction of each other
-        distances = np.where(other, np.abs(one - two), 0.0)
-        if pa.types.is_floating(then.type):
-            endless = np.isinf(one) | np.isinf(two)
-            other &= endless | (distances > tolerance * np.maximum(np.abs(one), np.abs(two)))
-    codes[both & other] = NUMBER
+    if _is_number(then.type) and not pa.types.is_boolean(then.type):
+        one, two = (pc.fill_null(array, 0).to_numpy().astype(np.float64) for array in (then, now))
+        with np.errstate(invalid="ignore"):  # of infinities, which are no fraction of each other
+            distances = np.where(other, np.abs(one - two), 0.0)
+            if pa.types.is_floating(then.type):
+                endless = np.isinf(one) | np.isinf(two)
+                other &= endless | (distances > tolerance * np.maximum(np.abs(one), np.abs(two)))
+    codes[other] = OTHER
     return codes, np.where(other, distances, 0.0)
+
+
+def _compare_lists(then: pa.Array, now: pa.Array) -> Codes:
+    lengths = [_lengths(array) for array in (then, now)]
+    codes = _find_missing(*(pa.array(length == 0) for length in lengths))
+    alike = lengths[0] == lengths[1]
+    codes[~alike & (codes == SAME)] = OTHER
+    rows = np.repeat(np.flatnonzero(alike), lengths[0][alike])
+    found = [array.filter(pa.array(alike)).flatten() for array in (then, now)]
+    one, two = np.split(pa.concat_arrays(found).dictionary_encode("encode").indices.to_numpy(), 2)
+    codes[rows[one != two]] = ORDER
+    codes[rows[one[np.lexsort((one, rows))] != two[np.lexsort((two, rows))]]] = OTHER
+    return codes
+
+
+def _find_missing(then: pa.Array, now: pa.Array) -> Codes:
+    """Returns the rows that one side lacks, given which are missing on each."""
+    gone = [array.to_numpy(zero_copy_only=False) for array in (then, now)]
+    return np.select([gone[0] & ~gone[1], gone[1] & ~gone[0]], [MISSING_THEN, MISSING_NOW], SAME).astype(np.int8)
 
 
 class ColumnDifferences:
@@ -139,9 +119,9 @@ class ColumnDifferences:
 
     def __init__(self, name: str, tolerance: float) -> None:
         self.name, self.tolerance = name, tolerance
-        self.rows, self.largest = 0, 0.0
-        self.counts = np.zeros(max(REASONS) + 1, np.int64)
-        self.examples: dict[int, list[list[str]]] = {}
+        self.largest = 0.0
+        self.counts = np.zeros(len(WAYS), np.int64)
+        self.examples: dict[str, list[list[str]]] = {}
 
     def add(self, then: pa.Array, now: pa.Array, keys: Sequence[pa.Array]) -> None:
         """Compares further rows.
@@ -151,36 +131,32 @@ class ColumnDifferences:
             keys: Columns that tell which row it is.
         """
         codes, distances = compare(then, now, self.tolerance)
-        self.rows += len(codes)
-        self.counts += np.bincount(codes, minlength=len(self.counts))
+        self.counts += np.bincount(codes, minlength=len(WAYS))
         self.largest = max(self.largest, float(distances.max(initial=0.0)))
         for code in np.unique(codes[codes != SAME]).tolist():
-            kept = self.examples.setdefault(code, [])
+            kept = self.examples.setdefault(WAYS[code], [])
             for row in np.flatnonzero(codes == code)[: EXAMPLES - len(kept)].tolist():
                 kept.append([f"{key[row].as_py()}" for key in keys])
 
-    @property
-    def differing(self) -> int:
-        """Rows whose values differ."""
-        return self.rows - int(self.counts[SAME])
-
     def summary(self) -> dict[str, Any]:
         """Returns counts, shares and examples for a report."""
-        ways = {REASONS[code]: int(self.counts[code]) for code in REASONS if self.counts[code]}
+        rows = int(self.counts.sum())
+        differing = rows - int(self.counts[SAME])
         return {
             "feature": self.name,
-            "rows": self.rows,
-            "differing": self.differing,
-            "share": self.differing / self.rows if self.rows else 0.0,
-            "largest_difference": float(np.nan_to_num(self.largest)) if self.counts[NUMBER] else None,
-            "reasons": ways,
-            "examples": {REASONS[code]: self.examples[code] for code in sorted(self.examples)},
+            "rows": rows,
+            "differing": differing,
+            "share": differing / rows if rows else 0.0,
+            "largest_difference": float(np.nan_to_num(self.largest)) or None,
+            "reasons": {
+                way: int(count) for way, count in zip(WAYS, self.counts, strict=True) if count and way != "same"
+            },
+            "examples": self.examples,
         }
 
 
-def _offsets(lists: pa.Array) -> Offsets:
-    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+def _lengths(lists: pa.Array) -> npt.NDArray[np.int64]:
+    return pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
 
 
 def _is_time(kind: pa.DataType) -> bool:

@@ -53,7 +53,7 @@ class ConsistencyResult(BaseModel, frozen=True):
     only_now: int
     """Rows of the table's days that were not served."""
     features: tuple[Mapping[str, Any], ...]
-    """As `ColumnDifferences.summary`."""
+    """As `ColumnDifferences.summary`, the largest share first."""
 
 
 def open_served(warehouse: Warehouse, served: str, root: Path) -> list[RawRows]:
@@ -112,40 +112,38 @@ def compare_served(
             served[0].where, f"some of {', '.join(name for name in columns if name not in on)}",
             f"{', '.join(served[0].raw.names)}", "Log the columns that the model reads under their own names.",
         )  # fmt: skip
-    forms = {name: _form_of(name, table, served) for name in [*on, *compared]}
-    matching = _Matching(warehouse, on, compared, forms)
-    total = sum(days.values())
 
-    def served_rows(names: Sequence[str]) -> Iterator[Columns]:
+    def served_rows() -> Iterator[Columns]:
         for part in served:
             number = groups.index(frozenset(part.raw.names))
-            for batch in part.batches([name for name in names if name in part.raw.names]):
-                found = {name: batch.column(name) for name in batch.schema.names}
-                absent = {name: pa.nulls(len(batch)) for name in names if name not in found}
-                yield {**found, **absent, GROUP: pa.array(np.full(len(batch), number, np.int32))}
+            for batch in part.batches([name for name in forms if name in part.raw.names]):
+                group = {GROUP: pa.array(np.full(len(batch), number, np.int32))}
+                absent = dict.fromkeys(forms, pa.nulls(len(batch)))
+                yield absent | group | {name: batch.column(name) for name in batch.schema.names}
 
-    def table_rows(names: Sequence[str], report: Report = lambda done, total: None) -> Iterator[Columns]:
+    def table_rows() -> Iterator[Columns]:
         done = 0
-        for batch in _read(open_reader(warehouse, source, names, None, joined), days):
-            yield {name: batch.column(name) for name in names}
+        for batch in _read(open_reader(warehouse, source, [*forms], None, joined), days):
+            yield {name: batch.column(name) for name in forms}
             done += len(batch)
-            report(done, total)
+            report(done, sum(days.values()))
 
+    forms = {name: _form_of(name, table, served) for name in [*on, *compared]}
     differences = {name: ColumnDifferences(name, tolerance) for name in compared}
     rows = 0
-    with matching.connected():
-        before = matching.count(served_rows(on), served[0].where)
-        now = matching.count(table_rows(on), f"table '{source.table}'")
-        names = [*on, *compared]
-        for batch in matching.matches(served_rows(names), table_rows(names, report)):
+    with _open_matching(warehouse, on, forms) as matching:
+        before = matching.load("before", served_rows(), served[0].where)
+        now = matching.load("after", table_rows(), f"table '{source.table}'")
+        for batch in matching.match():
             rows += len(batch)
-            _add(batch, differences, groups, len(on))
-    return ConsistencyResult(
-        rows=rows,
-        only_then=before - rows,
-        only_now=now - rows,
-        features=tuple(one.summary() for one in differences.values()),
-    )
+            number, *arrays = batch.columns
+            keys, values = arrays[: len(on)], arrays[len(on) :]
+            for i, (name, one) in enumerate(differences.items()):
+                having = pa.array([j for j, group in enumerate(groups) if name in group], pa.int32())
+                mask = pc.is_in(number, having)
+                then, after, *named = (array.filter(mask) for array in [*values[i :: len(compared)], *keys])
+                one.add(then, after, named)
+    return _make_result(rows, differences, before - rows, now - rows)
 
 
 def compare_pinned(
@@ -192,119 +190,95 @@ def compare_pinned(
             differences[name].add(before, after, keys)
         done += len(both[1])
         report(min(done, total), total)
-    features = tuple(one.summary() for one in differences.values())
-    return ConsistencyResult(rows=done, only_then=0, only_now=0, features=features)
+    return _make_result(done, differences)
+
+
+def _make_result(
+    rows: int, differences: Mapping[str, ColumnDifferences], only_then: int = 0, only_now: int = 0
+) -> ConsistencyResult:
+    features = sorted((one.summary() for one in differences.values()), key=lambda one: -one["share"])
+    return ConsistencyResult(rows=rows, only_then=only_then, only_now=only_now, features=tuple(features))
 
 
 class _Matching:
-    """Finds the rows of two streams that have the same key. Rows without a key match none."""
+    """Finds the rows of two streams that have the same key. Rows without a key match none.
 
-    def __init__(
-        self, warehouse: Warehouse, on: Sequence[str], compared: Sequence[str], forms: Mapping[str, pa.DataType]
-    ) -> None:
-        self.warehouse, self.on, self.compared, self.forms = warehouse, list(on), list(compared), forms
-        self.connection: duckdb.DuckDBPyConnection
-        self.failed: list[Exception] = []
+    Args:
+        on: Columns of the key.
+        forms: Column -> type in which it is compared.
+    """
 
-    @contextmanager
-    def connected(self) -> Iterator[None]:
-        """Opens DuckDB. Its errors become ours."""
-        import duckdb
+    def __init__(self, connection: "duckdb.DuckDBPyConnection", on: Sequence[str], forms: Mapping[str, pa.DataType]):
+        self.connection, self.forms = connection, forms
+        self.keys = {name: f"key{i}" for i, name in enumerate(on)}
+        self.failed: Exception | None = None
 
-        cores = len(os.sched_getaffinity(0))
-        with (
-            ScratchFolder("served-", self.warehouse.home / "tmp") as folder,
-            connect([], Path(folder), MEMORY, cores) as self.connection,
-        ):
-            try:
-                yield
-            except (duckdb.Error, pa.ArrowException) as error:
-                if self.failed:  # DuckDB would only repeat its text
-                    raise self.failed[0] from None
-                reason, remedy = f"{error}".split("\n")[0].rstrip("."), "Make room in memory and on disk."
-                raise StorageError(SERVED, "rows that DuckDB can match", reason, remedy) from error
-
-    def count(self, rows: Iterator[Columns], where: str) -> int:
-        """Returns the number of rows.
+    def load(self, side: str, rows: Iterator[Columns], where: str) -> int:
+        """Reads the rows of one side, `before` or `after`. Returns their number.
 
         Raises:
             DataError: If a key occurs twice.
         """
-        names = {name: f"key{i}" for i, name in enumerate(self.on)}
-        count = 0
-
-        def counted() -> Iterator[Columns]:
-            nonlocal count
-            for one in rows:
-                yield one
-                count += len(one[self.on[0]])
-
-        self._register("keys", counted(), names, {})
-        keys = ", ".join(names.values())
-        present = " AND ".join(f"{name} IS NOT NULL" for name in names.values())
-        query = f"SELECT {keys} FROM keys WHERE {present} GROUP BY {keys} HAVING count(*) > 1 LIMIT 1"
-        repeated = self.connection.execute(query).fetchone()
-        if repeated is not None:
-            found = f"several of {', '.join(f'{name} {value}' for name, value in zip(self.on, repeated, strict=True))}"
-            raise DataError(where, f"one row for each {', '.join(self.on)}", found, "Name more columns: on=[...].")
-        return count
-
-    def matches(self, then: Iterator[Columns], now: Iterator[Columns]) -> Iterator[pa.RecordBatch]:
-        """Yields keys, the number of the set of columns, and each compared column as it was and as it is."""
-        keys = {name: f"key{i}" for i, name in enumerate(self.on)}
-        before = {name: f"then{i}" for i, name in enumerate(self.compared)}
-        after = {name: f"now{i}" for i, name in enumerate(self.compared)}
-        self._register("before", then, keys | before, {GROUP: pa.int32()})
-        self._register("after", now, keys | after, {})
-        pairs = [name for pair in zip(before.values(), after.values(), strict=True) for name in pair]
-        wanted = ", ".join([*keys.values(), GROUP, *pairs])
-        query = f"SELECT {wanted} FROM before JOIN after USING ({', '.join(keys.values())})"
-        yield from self.connection.sql(query).to_arrow_reader(BATCH_ROWS)
-
-    def _register(
-        self, view: str, rows: Iterator[Columns], names: Mapping[str, str], more: Mapping[str, pa.DataType]
-    ) -> None:
-        """Makes rows a view of DuckDB, to be read once."""
-        schema = pa.schema([(short, self.forms[name]) for name, short in names.items()] + list(more.items()))
+        compared = [name for name in self.forms if name not in self.keys]
+        names = {GROUP: GROUP} if side == "before" else {}
+        names |= self.keys | {name: f"{side}{i}" for i, name in enumerate(compared)}
+        kinds = {**self.forms, GROUP: pa.int32()}
+        schema = pa.schema([(short, kinds[name]) for name, short in names.items()])
 
         def batches() -> Iterator[pa.RecordBatch]:
             try:
                 for one in rows:
-                    own = [to_form(_column(name), one[name], self.forms[name]) for name in names]
-                    yield pa.RecordBatch.from_arrays([*own, *(one[name] for name in more)], schema=schema)
+                    columns = [to_form(_column(name), one[name], kinds[name]) for name in names]
+                    yield pa.RecordBatch.from_arrays(columns, schema=schema)
             except Exception as error:
-                self.failed.append(error)
+                self.failed = error
                 raise
 
-        self.connection.register(view, pa.RecordBatchReader.from_batches(schema, batches()))
+        self.connection.register("incoming", pa.RecordBatchReader.from_batches(schema, batches()))
+        self.connection.execute(f"CREATE TABLE {side} AS FROM incoming")
+        keys, present = ", ".join(self.keys.values()), " AND ".join(f"{key} IS NOT NULL" for key in self.keys.values())
+        query = f"SELECT {keys} FROM {side} WHERE {present} GROUP BY ALL HAVING count(*) > 1 LIMIT 1"
+        repeated = self.connection.execute(query).fetchone()
+        if repeated is not None:
+            found = (
+                f"several of {', '.join(f'{name} {value}' for name, value in zip(self.keys, repeated, strict=True))}"
+            )
+            raise DataError(where, f"one row for each {', '.join(self.keys)}", found, "Name more columns: on=[...].")
+        return int(self.connection.table(side).shape[0])
+
+    def match(self) -> Iterator[pa.RecordBatch]:
+        """Yields the number of the set of columns, the keys, all compared columns as they were, and all as they are."""
+        query = f"SELECT * FROM before JOIN after USING ({', '.join(self.keys.values())})"
+        yield from self.connection.sql(query).to_arrow_reader(BATCH_ROWS)
 
 
-def _add(
-    batch: pa.RecordBatch, differences: Mapping[str, ColumnDifferences], groups: Sequence[frozenset[str]], keys: int
-) -> None:
-    """Compares the columns of matched rows that were served with them."""
-    number = batch.column(keys)
-    for i, (name, one) in enumerate(differences.items()):
-        having = [j for j, group in enumerate(groups) if name in group]
-        own = [batch.column(j) for j in [*range(keys), keys + 1 + 2 * i, keys + 2 + 2 * i]]
-        if len(having) < len(groups):
-            mask = pc.is_in(number, pa.array(having, pa.int32()))
-            own = [array.filter(mask) for array in own]
-        one.add(own[-2], own[-1], own[:-2])
+@contextmanager
+def _open_matching(warehouse: Warehouse, on: Sequence[str], forms: Mapping[str, pa.DataType]) -> Iterator[_Matching]:
+    """Opens DuckDB. Its errors become ours."""
+    import duckdb
+
+    cores = len(os.sched_getaffinity(0))
+    with (
+        ScratchFolder("served-", warehouse.home / "tmp") as folder,
+        connect([], Path(folder), MEMORY, cores) as connection,
+    ):
+        matching = _Matching(connection, on, forms)
+        try:
+            yield matching
+        except (duckdb.Error, pa.ArrowException) as error:
+            if matching.failed is not None:  # DuckDB would only repeat its text
+                raise matching.failed from None
+            reason, remedy = f"{error}".split("\n")[0].rstrip("."), "Make room in memory and on disk."
+            raise StorageError(SERVED, "rows that DuckDB can match", reason, remedy) from error
 
 
 def _form_of(name: str, table: pa.Schema, served: Sequence[RawRows]) -> pa.DataType:
     """Returns the form in which a column of all parts is compared."""
-    kinds = dict.fromkeys(part.raw.field(name).type for part in served if name in part.raw.names)
-    forms = [common_form(f"{SERVED}, {_column(name)}", kind, table.field(name).type) for kind in kinds]
-    return max(forms, key=_width)
-
-
-def _width(form: pa.DataType) -> int:
-    """Orders forms so that values of each fit into later ones."""
-    kind = form.value_type if pa.types.is_large_list(form) else form
-    order = (pa.bool_(), pa.int64(), pa.float64())
-    return order.index(kind) if kind in order else 0
+    form = table.field(name).type
+    for part in served:
+        if name in part.raw.names:
+            form = common_form(f"{SERVED}, {_column(name)}", part.raw.field(name).type, form)
+    return form
 
 
 def _column(name: str) -> str:

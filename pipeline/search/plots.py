@@ -1,109 +1,94 @@
-"""The figures of a sweep, which Optuna draws, and of a release."""
+"""The figures of a sweep and of a release."""
 
-import threading
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
+import numpy as np
+import numpy.typing as npt
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from optuna.visualization.matplotlib import (
-    plot_optimization_history,
-    plot_parallel_coordinate,
-    plot_param_importances,
-)
 
 from pipeline.figure import plain_figure
-from pipeline.search.release import CandidateStanding, Stage
-from pipeline.search.study import SearchStudy, make_evaluator
+from pipeline.search.config import Dimension
+from pipeline.search.study import SearchStudy, TrialRecord
 
 NE = "NE on the validation rows"
-PYPLOT = threading.Lock()
-"""Optuna draws with pyplot, which keeps its style and open figures per process."""
 
 
-def draw_sweep(search: SearchStudy) -> dict[str, Figure]:
+def draw_sweep(study: SearchStudy) -> dict[str, Figure]:
     """Draws the figures of a sweep, by name. Failed and pruned trials are not in them."""
+    done = [one for one in study.records() if one.valid_ne is not None]
     return {
-        "history": draw_history(search),
-        "parallel_coordinates": draw_parallel_coordinates(search),
-        "importance": draw_importance(search),
+        "history": draw_history(done),
+        "parallel_coordinates": draw_parallel_coordinates(done, study.config.space),
+        "importance": draw_importance(study.importances()),
     }
 
 
-def draw_history(search: SearchStudy) -> Figure:
+def draw_history(done: Sequence[TrialRecord]) -> Figure:
     """Draws the NE of each complete trial, and the best so far."""
+    figure, axes = plain_figure("Trials, and the best so far", "trial", NE)
+    numbers, nes = [one.number for one in done], np.array([one.valid_ne for one in done], np.float64)
+    axes.plot(numbers, nes, "o")
+    axes.step(numbers, np.minimum.accumulate(nes), where="post")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
 
-    def plot() -> Axes:
-        axes = plot_optimization_history(search.study, target_name=NE)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        return axes
 
-    return _draw(plot, width=8.0)
-
-
-def draw_parallel_coordinates(search: SearchStudy) -> Figure:
+def draw_parallel_coordinates(done: Sequence[TrialRecord], space: Mapping[str, Dimension]) -> Figure:
     """Draws a line per complete trial through its values, dark where the NE is low."""
-    keys = sorted(search.distributions)
+    figure, axes = plain_figure("Values of the trials, dark where the NE is low", "", "")
+    figure.set_size_inches(2.0 * len(space) + 4.0, 4.8)
+    columns: dict[str, list[Any]] = {"NE": [one.valid_ne for one in done]}
+    columns |= {key: [one.params[key] for one in done] for key in sorted(space)}
+    heights = [_place(values, space.get(key)) for key, values in columns.items()]
+    for place, (key, values) in enumerate(columns.items()):
+        chosen = key in space and space[key].choices is not None
+        for height, value in dict(zip(heights[place].tolist(), values, strict=True)).items():
+            text = f"{value:.4g}" if isinstance(value, float) else f"{value}"
+            if chosen or height in (0.0, 0.5, 1.0):  # of numbers, the ends
+                axes.text(place, height, text, fontsize=7, parse_math=False)  # a choice may hold dollar signs
+    for i in np.argsort([-one.valid_ne for one in done if one.valid_ne is not None]):
+        axes.plot([column[i] for column in heights], color=colormaps["Blues_r"](0.8 * heights[0][i]))
+    names = [key.replace(".", ".\n", 1) for key in columns]
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks([])
+    return figure
 
-    def plot() -> Axes:
-        axes = plot_parallel_coordinate(search.study, target_name="NE")
-        if len(axes.get_xticks()) == len(keys) + 1:  # else no trial is complete
-            names = ["NE", *(key.replace(".", ".\n", 1) for key in keys)]  # Optuna cuts long ones
-            axes.set_xticks(range(len(names)), names, rotation=0, fontsize=8)
-        return axes
 
-    return _draw(plot, width=2.0 * len(keys) + 4.0)
+def _place(values: Sequence[Any], dimension: Dimension | None) -> npt.NDArray[np.float64]:
+    """Returns where values lie between the lowest, 0, and the highest, 1."""
+    if dimension is not None and dimension.choices is not None:
+        values = [dimension.choices.index(value) for value in values]
+    numbers = np.array(values, np.float64)
+    if dimension is not None and dimension.log:
+        numbers = np.log(numbers)
+    low, high = numbers.min(initial=np.inf), numbers.max(initial=-np.inf)
+    return (numbers - low) / (high - low) if high > low else np.full(len(numbers), 0.5)
 
 
-def draw_importance(search: SearchStudy) -> Figure:
+def draw_importance(shares: Mapping[str, float]) -> Figure:
     """Draws the share of each key in what makes trials good."""
-    if search.importances():
-        return _draw(lambda: plot_param_importances(search.study, make_evaluator(), target_name=NE), width=8.0)
-    figure, axes = plain_figure("Hyperparameter Importances", "", "")
-    axes.text(0.5, 0.5, "too few trials, or all have the same NE", ha="center", transform=axes.transAxes)
-    axes.set_axis_off()
+    figure, axes = plain_figure("Importance of the keys", "share", "")
+    axes.barh([*shares][::-1], [*shares.values()][::-1])
+    if not shares:
+        axes.text(0.5, 0.5, "too few trials, or all have the same NE", ha="center", transform=axes.transAxes)
     return figure
 
 
-def _draw(plot: Callable[[], Axes], width: float, height: float = 4.8) -> Figure:
-    """Runs a plot of Optuna's. Closes its figure in pyplot and takes back its style."""
-    with PYPLOT, matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the plots are experimental, and few or equal trials make narrow axes
-        open_before = set(plt.get_fignums())
-        try:
-            figure = plot().get_figure(root=True)
-            assert figure is not None
-            figure.set_size_inches(width, height)
-            figure.set_layout_engine("tight")
-            for axes in figure.axes:
-                if axes.get_yscale() == "linear":  # a choice may hold dollar signs, which are no formula
-                    for label in axes.get_yticklabels():
-                        label.set_parse_math(False)
-            figure.canvas.draw()
-        finally:
-            for number in set(plt.get_fignums()) - open_before:
-                plt.close(number)
-    return figure
+def draw_stages(stages: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Draws the NE of each candidate from stage to stage. A line ends where its candidate did.
 
-
-def draw_stages(found: Mapping[Stage, Sequence[CandidateStanding]]) -> Figure:
-    """Draws the NE of each candidate from stage to stage. A line ends where its candidate did."""
+    Args:
+        stages: Stage -> candidate -> NE, of those that have one.
+    """
     figure, axes = plain_figure("Candidates from stage to stage", "", NE)
-    names = dict.fromkeys(one.name for standings in found.values() for one in standings)
-    for name in names:
-        points = [
-            (place, one.valid_ne)
-            for place, standings in enumerate(found.values())
-            for one in standings
-            if one.name == name and one.valid_ne is not None
-        ]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", linewidth=1.3, label=name)
-    axes.set_xticks(range(len(found)), list(found))
-    axes.set_xlim(-0.3, len(found) - 0.7)
+    for name in dict.fromkeys(name for nes in stages.values() for name in nes):
+        points = [(place, nes[name]) for place, nes in enumerate(stages.values()) if name in nes]
+        axes.plot(*zip(*points, strict=True), marker="o", linewidth=1.3, label=name)
+    axes.set_xticks(range(len(stages)), list(stages))
+    axes.set_xlim(-0.3, len(stages) - 0.7)
     if axes.lines:
         axes.legend(fontsize=8)
     return figure

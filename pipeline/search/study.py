@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import optuna
@@ -14,15 +14,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.pruners import BasePruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import RDBStorage
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import BaseModel
 
 from pipeline.search.config import Dimension, PruneConfig, SweepConfig
 from pipeline.search.grid import count_trials, grid_points
-from pipeline.search.optuna_private import continue_trial
-
-if TYPE_CHECKING:
-    from optuna.importance import BaseImportanceEvaluator
 
 State = Literal["complete", "pruned", "failed", "running"]
 STATES: dict[TrialState, State] = {
@@ -31,6 +27,8 @@ STATES: dict[TrialState, State] = {
     TrialState.FAIL: "failed",
     TrialState.RUNNING: "running",
 }
+NAME = "sweep"
+"""Of the study in its file."""
 LOCK_SECONDS = 60
 """How long to wait for the file while another process, such as a dashboard, holds its lock."""
 FEWEST_FOR_IMPORTANCES = 4
@@ -87,40 +85,45 @@ class SearchStudy:
         grid = config.strategy == "grid"
         self.grid: Sequence[Mapping[str, Any]] = (grid_points(config) if points is None else points) if grid else []
         self.start = start if config.begin_with_config else {}
-        storage = RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
+        self.storage = RDBStorage(f"sqlite:///{path}", engine_kwargs={"connect_args": {"timeout": LOCK_SECONDS}})
         self.study = optuna.create_study(
-            storage=storage, study_name="sweep", load_if_exists=True, pruner=make_pruner(config.prune)
+            storage=self.storage, study_name=NAME, load_if_exists=True, pruner=make_pruner(config.prune)
         )
         self.lock = threading.RLock()
-        self.running: dict[int, Trial] = {}
-        self.stale = [trial for trial in self._trials() if trial.state == TrialState.RUNNING]
+        self.running: set[int] = set()
+        """Trials that run in this process."""
+
+    @property
+    def total(self) -> int:
+        """Number of trials that there will be."""
+        return count_trials(self.config)
 
     def _trials(self) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False)
 
+    def _id(self, number: int) -> int:
+        """Returns the storage's id of a trial."""
+        study = self.storage.get_study_id_from_name(NAME)
+        return self.storage.get_trial_id_from_study_id_trial_number(study, number)
+
     def next(self) -> Draw | None:
         """Returns the next trial to run, or None if there are enough. Interrupted ones come first."""
         with self.lock:
-            if self.stale:
-                trial, params = continue_trial(self.study, self.stale.pop(0), self.distributions)
-            else:
-                asked = [trial for trial in self._trials() if trial.state != TrialState.WAITING]
-                if len(asked) >= count_trials(self.config):
-                    return None
-                trial = self._ask(len(asked))
-                params = trial.params
-            self.running[trial.number] = trial
-            return Draw(number=trial.number, params=self._values(params))
-
-    def _ask(self, number: int) -> Trial:
-        if not any(
-            trial.state == TrialState.WAITING for trial in self._trials()
-        ):  # else a process was killed right here
-            self.study.enqueue_trial(self._draw_params(number))
-        return self.study.ask(self.distributions)
+            trials = self._trials()
+            stale = (one for one in trials if one.state == TrialState.RUNNING and one.number not in self.running)
+            trial = next(stale, None)
+            if trial is None and len(trials) >= self.total:
+                return None
+            if trial is None:
+                params = self._draw_params(len(trials))
+                trial = create_trial(state=TrialState.RUNNING, params=params, distributions=self.distributions)
+                self.study.add_trial(trial)
+                trial = self._trials()[-1]
+            self.running.add(trial.number)
+            return Draw(number=trial.number, params=self._values(trial.params))
 
     def _draw_params(self, number: int) -> dict[str, Any]:
-        """Draws all values of a new trial before the first is written. A kill in between changes none of them."""
+        """Draws all values of a new trial. They are written at once, so a kill changes none of them."""
         memory = optuna.create_study(sampler=make_sampler(self.config, number))
         memory.add_trials(self._trials())
         fixed = self.grid[number] if self.grid else self.start if number == 0 else {}
@@ -139,32 +142,33 @@ class SearchStudy:
         if self.config.prune is None:
             return False
         with self.lock:
-            trial, look = self.running[number], rows // self.config.prune.every_rows
-            known = self._trials()[number].intermediate_values
-            if look <= max(known, default=0):
+            look = rows // self.config.prune.every_rows
+            if look <= max(self._trials()[number].intermediate_values, default=0):
                 return False
-            trial.report(ne, look)
-            return self._decide_stop(trial)
+            self.storage.set_trial_intermediate_value(self._id(number), look, ne)
+            return self.falls_behind(number)
 
     def falls_behind(self, number: int) -> bool:
-        """Whether to stop a resumed trial by what it reported before the interruption."""
-        with self.lock:
-            return self.config.prune is not None and self._decide_stop(self.running[number])
+        """Whether to stop a running trial by what it has reported, also before an interruption.
 
-    def _decide_stop(self, trial: Trial) -> bool:
-        """Whether to stop a running trial. Saves the decision at once: a stopped trial stops no other."""
-        if STOPPED in trial.user_attrs:
-            return True
-        stopped = bool(trial.should_prune())
-        if stopped:
-            trial.set_user_attr(STOPPED, True)
-        return stopped
+        Saves the decision at once: a stopped trial stops no other.
+        """
+        if self.config.prune is None:
+            return False
+        with self.lock:
+            trial = self._trials()[number]
+            if STOPPED in trial.user_attrs:
+                return True
+            stopped = bool(self.study.pruner.prune(self.study, trial))  # a numpy value for some
+            if stopped:
+                self.note(number, **{STOPPED: True})
+            return stopped
 
     def note(self, number: int, **notes: Any) -> None:
         """Saves attributes of a running trial."""
         with self.lock:
             for key, value in notes.items():
-                self.running[number].set_user_attr(key, value)
+                self.storage.set_trial_user_attr(self._id(number), key, value)
 
     def finish(self, number: int, valid_ne: float) -> None:
         """Marks a running trial as complete."""
@@ -181,12 +185,17 @@ class SearchStudy:
 
     def _tell(self, number: int, state: TrialState, value: float | None = None) -> None:
         with self.lock:
-            self.study.tell(self.running.pop(number), value, state)
+            self.study.tell(number, value, state)
 
     def records(self) -> list[TrialRecord]:
         """Returns all trials by number."""
         with self.lock:
-            return [self._record(trial) for trial in self._trials() if trial.state in STATES]
+            return [self._record(trial) for trial in self._trials()]
+
+    @property
+    def done(self) -> list[TrialRecord]:
+        """The trials that are complete, pruned or failed."""
+        return [record for record in self.records() if record.state != "running"]
 
     def _record(self, trial: FrozenTrial) -> TrialRecord:
         complete = trial.state == TrialState.COMPLETE
@@ -201,13 +210,12 @@ class SearchStudy:
 
     def twin(self, draw: Draw) -> TrialRecord | None:
         """Returns a complete trial with the same values."""
-        done = (trial for trial in self.records() if trial.state == "complete")
-        return next((trial for trial in done if trial.params == draw.params), None)
+        return next((one for one in self.records() if one.state == "complete" and one.params == draw.params), None)
 
     @property
     def best(self) -> TrialRecord | None:
         """The complete trial with the lowest NE, the first of equals."""
-        done = [(trial.valid_ne, trial.number, trial) for trial in self.records() if trial.valid_ne is not None]
+        done = [(one.valid_ne, one.number, one) for one in self.records() if one.valid_ne is not None]
         return min(done)[2] if done else None
 
     def importances(self) -> dict[str, float]:
@@ -216,20 +224,13 @@ class SearchStudy:
         Source:
             Watanabe, Bansal, Hutter 2023, PED-ANOVA, arXiv:2304.10255.
         """
-        from optuna.importance import get_param_importances  # imports scikit-learn, which is slow
+        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # slow: imports scikit-learn
 
         values = [trial.valid_ne for trial in self.records() if trial.valid_ne is not None]
         if len(values) < FEWEST_FOR_IMPORTANCES or len(set(values)) == 1:
             return {}
-        shares = get_param_importances(self.study, evaluator=make_evaluator())
-        return {key: float(share) for key, share in shares.items()}
-
-
-def make_evaluator() -> "BaseImportanceEvaluator":
-    """Returns the evaluator of key importances."""
-    from optuna.importance import PedAnovaImportanceEvaluator  # imports scikit-learn, which is slow
-
-    return PedAnovaImportanceEvaluator(target_quantile=BEST_SHARE)
+        evaluator = PedAnovaImportanceEvaluator(target_quantile=BEST_SHARE)
+        return {key: float(share) for key, share in get_param_importances(self.study, evaluator=evaluator).items()}
 
 
 def make_distribution(dimension: Dimension) -> BaseDistribution:

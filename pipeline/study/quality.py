@@ -5,8 +5,8 @@ from typing import Any
 
 from pipeline.config import RunConfig
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.jobs.search.sweep import STUDY, check_space, read_own_values
-from pipeline.jobs.search.sweep_run import run_sweep
+from pipeline.jobs.search.sweep import check_space, read_own_values, run_sweep
+from pipeline.jobs.search.trials import STUDY
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.study import SearchStudy
 from pipeline.study.measure.group import make_point_config

@@ -7,7 +7,9 @@ import pytest
 
 from flows.characterize import characterize
 from pipeline.config import load
-from pipeline.jobs.search.candidate import pin_candidate, train_candidate
+from pipeline.jobs.search.trials import SearchJob, pin_trial
+from pipeline.jobs.training.job import open_training_run
+from pipeline.jobs.training.train import train
 from pipeline.jobs.workspace import Workspace
 from pipeline.study import quality
 from pipeline.study.measure import group
@@ -80,8 +82,11 @@ def test_a_point_is_evaluated_once_with_its_own_values_and_once_with_tuned_ones(
     assert (found["ne"], found["tuned_ne"]) == (trials[0]["valid_ne"], min(trial["valid_ne"] for trial in trials))
 
     plain = load(config, point.settings)  # a training of the same config, outside a sweep
-    job = pin_candidate(Workspace(plain), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
-    assert train_candidate(Workspace(plain), job, "candidate", {}).valid_ne == found["ne"]
+    snapshot = {"table": "smoke", "snapshot_id": smoke["snapshot_id"]}
+    search = SearchJob(identity="x" * 32, folder=str(copied), snapshot=snapshot)
+    job = pin_trial(Workspace(plain), search, copied / "trial")
+    with open_training_run(Workspace(plain), job) as run_id:
+        assert train(Workspace(plain), job, run_id).summary["valid_ne"] == found["ne"]
 
-    monkeypatch.setattr("pipeline.jobs.search.sweep_run.run_trials", lambda work: pytest.fail("trained again"))
+    monkeypatch.setattr("pipeline.jobs.search.sweep.run_trials", lambda *work: pytest.fail("trained again"))
     assert quality.sweep_point(Workspace(config), section, point, parent) == found

@@ -170,7 +170,7 @@ def test_policies_are_backtested_on_the_same_days(filled, monkeypatch):
     assert every["rows_trained"] > days["train"]["rows"] > 0
     trained = {
         one["trainings"]["incremental"]: one["rows_trained"]
-        for one in map(_course, Path(compared["figure"]).parent.glob("*.json"))
+        for one in map(_course, Path(compared["figure"]).parent.glob("policies/*.json"))
     }
     assert trained[2]["2025-01-08"] == days["train"]["rows"]  # the rows that the daily run trained on
     assert (never["trainings"], never["rows_trained"]) == ({"incremental": 0, "scratch": 0}, 0)

@@ -10,10 +10,10 @@ from flows.replay import replay
 from pipeline.config import load
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.jobs.search import release as releasing
+from pipeline.jobs.search.release import CandidateStanding
 from pipeline.jobs.search.trials import SearchJob, find_unfinished
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import ReleaseConfig
-from pipeline.search.release import CandidateStanding
 
 CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,9 +16,7 @@ from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, StorageError, TrainingError
 from pipeline.jobs.search import sweep as sweep_job
-from pipeline.jobs.search import sweep_run
-from pipeline.jobs.search.candidate import StoppedEarly, pin_candidate, train_candidate
-from pipeline.jobs.search.trials import SearchJob, Trials
+from pipeline.jobs.search.trials import Search, SearchJob, StoppedEarly, Trials, pin_trial
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
@@ -38,6 +35,10 @@ def swept(**more) -> dict:
     return {"sweep": SweepConfig(space=SPACE, strategy="random", trials=3, begin_with_config=False, **more)}
 
 
+def snapshot_of(smoke: dict) -> dict:
+    return {"table": "smoke", "snapshot_id": smoke["snapshot_id"]}
+
+
 def record(params: dict, ne: float = 0.9) -> TrialRecord:
     return TrialRecord(number=7, state="complete", params=params, valid_ne=ne, seconds=1.0, notes={})
 
@@ -52,7 +53,7 @@ def record(params: dict, ne: float = 0.9) -> TrialRecord:
         ),
         (
             {"sweep.space": {"split.days.valid": {"choices": [["2025-01-08"]]}}},
-            "sweep.space 'split.days.valid': expected a key of seed, sampling, features, model, training, "
+            "sweep.space, key 'split.days.valid': expected a key of seed, sampling, features, model, training, "
             "preprocessing, got another. Leave it out.",
         ),
         (
@@ -62,15 +63,15 @@ def record(params: dict, ne: float = 0.9) -> TrialRecord:
         ),
         (
             {"sweep.space": {"training.epoch": {"low": 1, "high": 2}}},
-            "config, key 'training.epoch': expected a known key, got 'epoch'. Did you mean 'epochs'?",
+            "sweep.space, key 'training.epoch': expected a known key, got 'epoch'. Did you mean 'epochs'?",
         ),
         (
             {"sweep.space": {"training.epochs": {"low": 0, "high": 2}}},
-            "config, key 'training.epochs': expected greater than 0, got 0. Correct the value.",
+            "sweep.space, key 'training.epochs': expected greater than 0, got 0. Correct the value.",
         ),
         (
             {"sweep.space": {"features.label": {"choices": ["label", "dense_price"]}}},
-            "sweep.space 'features.label': expected the label by which all are ranked, 'label', got 'dense_price'. "
+            "sweep.space, features.label: expected the label by which all are ranked, 'label', got 'dense_price'. "
             "Leave it out.",
         ),
         (
@@ -88,7 +89,7 @@ def record(params: dict, ne: float = 0.9) -> TrialRecord:
         ),
         (
             {"sweep.trial_overrides": {"training.deadline": 9}},
-            "config, key 'training.deadline': expected a known key, got 'deadline'. Did you mean 'deadline_seconds'?",
+            "sweep.trial_overrides, key 'training.deadline': expected a known key, got 'deadline'. Did you mean 'deadline_seconds'?",
         ),
     ],
 )
@@ -147,25 +148,24 @@ def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
     job = sweep_job.pin_sweep(Workspace(config), None, False)
     params = {RATE: 0.0123, "features.sparse.1.transforms.0.limit": 7}
     Path(job.folder).mkdir(parents=True)
-    work = sweep_job.Sweep(Workspace(config), job, "none")
-    path = sweep_run.write_best(work, record(params))
+    path = sweep_job.write_best(Search(Workspace(config), job, "sweep", "none"), record(params))
     found = load(path)
     assert found == load(CONFIG, {**params, "seed": 4, "sweep": {}})
     assert found.features.sparse[1].transforms[0].limit == 7
-    assert work.make_config(params) == load(found, {STEPS: 3})
+    assert sweep_job.make_config(config, params) == load(found, {STEPS: 3})
     assert path.read_text().startswith(f"# Trial 7 of sweep {job.name}: NE 0.9000 on the validation rows.\nbase: ")
 
 
 def test_trials_share_a_fitted_plan_if_they_can(smoke, copied):
     config = load(CONFIG)
-    plans, snapshot = copied / "plans", smoke["snapshot_id"]
+    search = SearchJob(identity="x", folder=str(copied), snapshot=snapshot_of(smoke))
     jobs = [
-        pin_candidate(Workspace(load(config, {key: value})), "x", snapshot, copied / f"{number}", plans)
+        pin_trial(Workspace(load(config, {key: value})), search, copied / f"{number}")
         for number, (key, value) in enumerate(
             [(RATE, 0.1), ("model.embedding_width", 4), ("features.sparse.1.transforms.0.limit", 3)]
         )
     ]
-    assert len(list(plans.glob("*/plan.json"))) == 2
+    assert len(list(copied.glob("plans/smoke/*.json"))) == 2
     assert jobs[0].plan.hash == jobs[1].plan.hash != jobs[2].plan.hash
     for job in jobs:
         assert set(job.data) == {"train", "valid"}  # no plan is fitted on the test rows
@@ -176,7 +176,7 @@ def test_trials_share_a_fitted_plan_if_they_can(smoke, copied):
 
 def test_the_printed_table():
     records = [record({RATE: 0.5, "model.bottom_mlp": [8]}), record({RATE: 0.25, "model.bottom_mlp": [16]}, 0.8)]
-    assert sweep_run.render_table(records, [RATE, "model.bottom_mlp"]) == (
+    assert sweep_job.render_table(records, [RATE, "model.bottom_mlp"]) == (
         f"| trial | NE | `{RATE}` | `model.bottom_mlp` |\n|---|---|---|---|\n"
         "| 7 | 0.8000 | 0.25 | [16] |\n| 7 | 0.9000 | 0.5 | [8] |"
     )
@@ -278,63 +278,82 @@ def trials_of(tracker, result: dict) -> list[dict]:
 @pytest.mark.slow
 def test_a_candidate_stopped_early_ends_at_once_and_can_resume(smoke, copied):
     config = load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5})
-    job = pin_candidate(Workspace(config), "x" * 32, smoke["snapshot_id"], copied / "candidate", copied / "plans")
+    job = SearchJob(identity="x" * 32, folder=str(copied), snapshot=snapshot_of(smoke))
+    study = SearchStudy(copied / "study.db", SweepConfig(space=SPACE, trials=1), {})
+    draw, tracker = study.next(), Workspace(config).tracking
+    trials = Trials(
+        Search(Workspace(config), job, "sweep", "none"), study, copied, lambda params: config,
+        lambda draw: ("candidate", {}), lambda record: None,
+    )  # fmt: skip
 
-    def watch(event) -> None:
+    def watch(number, event) -> None:
         if event is not None and event["event"] == "saved":
             raise StoppedEarly
 
-    outcome = train_candidate(Workspace(config), job, "candidate", {}, watch)
-    assert outcome.valid_ne is None
-    tracker = Workspace(config).tracking
-    run = tracker.client.get_run(outcome.run_id)
+    trials.watch = watch
+    trials.train(draw)
+    [stopped] = study.records()
+    assert (stopped.state, stopped.valid_ne) == ("pruned", None)
+    run = tracker.client.get_run(stopped.notes["mlflow_run_id"])
     assert (run.info.status, run.data.tags["dlrm.stopped_early"]) == ("FINISHED", "true")
     ours = [process.name() for process in psutil.Process().children(recursive=True)]
     assert not [name for name in ours if name.startswith("dlrm rank")]
-    again = train_candidate(Workspace(config), job, "candidate", {})
-    assert again.run_id == outcome.run_id
-    assert json.loads((copied / "candidate" / "trained.json").read_text())["summary"]["valid_ne"] == again.valid_ne
-    assert tracker.client.get_run(outcome.run_id).data.metrics["best_valid_ne"] == again.valid_ne
+    trials.study = SearchStudy(copied / "again.db", SweepConfig(space=SPACE, trials=1), {})
+    del trials.watch
+    trials.train(trials.study.next())
+    [again] = trials.study.records()
+    assert again.notes["mlflow_run_id"] == stopped.notes["mlflow_run_id"]
+    trained = json.loads((trials.trial_folder(0) / "trained.json").read_text())
+    assert trained["summary"]["valid_ne"] == again.valid_ne
+    assert tracker.client.get_run(run.info.run_id).data.metrics["best_valid_ne"] == again.valid_ne
 
 
-def failing(tmp_path: Path, errors: list[Exception | None]) -> tuple[Trials, Callable[[Draw], None]]:
-    """The trials of one study, and a runner that raises the next error or returns an NE."""
+def failing(tmp_path: Path, errors: list[Exception | None]) -> Trials:
+    """The trials of one study. Each raises the next error or has an NE."""
     settings = SweepConfig(space=SPACE, strategy="random", trials=len(errors))
     job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
     study = SearchStudy(tmp_path / "study.db", settings, {})
-    trials = Trials(Workspace(load(CONFIG)), study, job, tmp_path, "none")
 
-    def run(draw: Draw) -> None:
+    def make_config(params):
+        raise AssertionError("not trained")
+
+    trials = Trials(
+        Search(Workspace(load(CONFIG)), job, "sweep", "none"), study, tmp_path, make_config,
+        lambda draw: (f"trial {draw.number}", {}), lambda record: None,
+    )  # fmt: skip
+
+    def train(draw: Draw) -> None:
         error = errors[draw.number]
         if error is not None:
             raise error
-        trials.study.finish(draw.number, 0.9)
+        study.finish(draw.number, 0.9)
 
-    return trials, run
+    trials.train = train
+    return trials
 
 
 @pytest.mark.parametrize(
     "error", [StorageError("table", "an answer", "none", "Wait."), OSError(28, "No space left on device")]
 )
 def test_an_error_outside_a_trial_does_not_fail_it(error, tmp_path):
-    trials, run = failing(tmp_path, [None, error, None])
+    trials = failing(tmp_path, [None, error, None])
     with pytest.raises(type(error)):
-        trials.run_all(1, run, lambda record: None)
+        trials.run_all(1)
     assert [record.state for record in trials.study.records()] == ["complete", "running"]
 
 
 def test_three_failures_in_a_row_end_the_search(tmp_path):
     wrong = ValueError("no such file.")
-    trials, run = failing(tmp_path, [wrong, wrong, None, wrong, wrong, wrong, None])
+    trials = failing(tmp_path, [wrong, wrong, None, wrong, wrong, wrong, None])
     with pytest.raises(TrainingError) as error:
-        trials.run_all(1, run, lambda record: None)
+        trials.run_all(1)
     assert str(error.value) == (
         "trials: expected one of three in a row that ends with an NE, got three failures; the last: ValueError: no "
         "such file. Correct that, and run the same command again to run the other 1. To start over, remove "
         f"'{tmp_path}'."
     )
     trials.stop.clear()
-    trials.run_all(1, run, lambda record: None)
+    trials.run_all(1)
     assert [record.state for record in trials.study.records()][5:] == ["failed", "complete"]
 
 
@@ -347,10 +366,9 @@ def test_a_sweep_without_its_best_config_is_not_finished(tmp_path):
     assert sweep_job.load_result(Workspace(load(CONFIG)), job) == result | {"status": "skipped"}
 
 
-def test_an_interrupt_ends_all_trials(smoke, copied):
-    job = SearchJob(identity="x", folder=str(copied), snapshot={"table": "smoke", "snapshot_id": 1})
-    work = sweep_job.Sweep(Workspace(load(CONFIG)), job, "none")
-    work.watch(0, None)
-    work.stop.set()
+def test_an_interrupt_ends_all_trials(tmp_path):
+    trials = failing(tmp_path, [None])
+    trials.watch(0, None)
+    trials.stop.set()
     with pytest.raises(KeyboardInterrupt):
-        work.watch(0, None)
+        trials.watch(0, None)

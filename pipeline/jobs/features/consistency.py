@@ -156,32 +156,36 @@ def _report(
 ) -> dict[str, Any]:
     """Prints the differences, shows them on the run's page, and writes them below `home/reports`."""
     name, kind = workspace.config.name, next(iter(then))
-    features = sorted(found.features, key=lambda one: -one["share"])
-    shown = [describe_differences(one) for one in features]
-    print(format_rows(shown))
-    differing = sum(one["differing"] > 0 for one in features)
-    line = f"{differing} of {len(features)} features of {found.rows:,} rows of {name} differ"
-    path = report_path(workspace, days, kind)
-    result = {
-        **then,
-        "table": name,
-        "days": [str(day) for day in days],
-        "rows": found.rows,
-        "only_then": found.only_then,
-        "only_now": found.only_now,
-        "features": features,
-    }
-    write_json(path, result)
-    log = workspace.console.log
-    log.info("%s: %s", line, path)
+    result = {**then, "table": name, "days": [str(day) for day in days], **found.model_dump(mode="json")}
+    print(format_rows([describe_differences(one) for one in found.features]))
+    path = show_differences(workspace, days, kind, result, f"features of {found.rows:,} rows of {name} differ")
     if found.only_then or found.only_now:
-        log.warning(
+        workspace.console.log.warning(
             "%s served rows are not in these days of the table, and %s of its rows were not served",
             f"{found.only_then:,}",
             f"{found.only_now:,}",
         )
-    workspace.console.show_table("consistency", name, shown, line)
     return {"status": "ok", "report": str(path)} | result
+
+
+def show_differences(
+    workspace: Workspace, days: Sequence[datetime.date], kind: str, result: Mapping[str, Any], line: str
+) -> Path:
+    """Writes the result of a comparison below `home/reports`, and shows its features on the run's page.
+
+    Args:
+        kind: Another comparison of the same days and kind replaces the file.
+        line: What the differing features do.
+    Returns:
+        The file.
+    """
+    name, features = workspace.config.name, result["features"]
+    path = workspace.home / "reports" / f"consistency-{name}-{days[0]}-{days[-1]}" / f"{kind}.json"
+    write_json(path, result)
+    line = f"{sum(one['differing'] > 0 for one in features)} of {len(features)} {line}"
+    workspace.console.log.info("%s: %s", line, path)
+    workspace.console.show_table(f"consistency-{kind}", name, [describe_differences(one) for one in features], line)
+    return path
 
 
 def describe_differences(feature: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,9 +201,3 @@ def describe_differences(feature: Mapping[str, Any]) -> dict[str, Any]:
         "largest difference": "" if feature["largest_difference"] is None else f"{feature['largest_difference']:.4g}",
         "reasons": ", ".join(f"{reason}: {rows:,}" for reason, rows in feature["reasons"].items()),
     }
-
-
-def report_path(workspace: Workspace, days: Sequence[datetime.date], kind: str) -> Path:
-    """Returns the file for the result of a comparison. Another one of the same days and kind replaces it."""
-    folder = f"consistency-{workspace.config.name}-{days[0]}-{days[-1]}"
-    return workspace.home / "reports" / folder / f"{kind}.json"

@@ -11,12 +11,11 @@ from pipeline.data.day_notes import backfilled_columns, day_notes
 from pipeline.data.joined.source import FeatureSource, PinnedSource, pin_sources
 from pipeline.data.joined.states import note_state, restore_state
 from pipeline.jobs.console import step
-from pipeline.jobs.features.consistency import describe_differences, report_path, row_columns
+from pipeline.jobs.features.consistency import describe_differences, row_columns, show_differences
 from pipeline.jobs.ingest.checks import MOST_LINES
 from pipeline.jobs.workspace import Workspace
 from pipeline.scoring.consistency import compare_pinned
 from pipeline.transforms.plan.plan import build_plan
-from storage.artifacts import write_json
 from storage.reader import SnapshotRef
 
 MOST_ROWS = 100_000
@@ -104,7 +103,7 @@ def _compare_day(workspace: Workspace, noted: NotedDay, rewritten: bool) -> dict
             warehouse, rows, found.then, found.now, found.columns, on, {day: count}, TOLERANCE,
             partial(progress, "compute again"), workspace.console.log.info, math.ceil(count / MOST_ROWS),
         )  # fmt: skip
-    features = sorted(result.features, key=lambda one: -one["share"])
+    features = list(result.features)
     return _report(workspace, day, {"day": f"{day}", "rows": result.rows, "features": features, "lost": found.lost})
 
 
@@ -143,8 +142,7 @@ def _add_prefix(pinned: PinnedSource, prefix: str) -> PinnedSource:
 def _report(workspace: Workspace, day: datetime.date, result: dict[str, Any]) -> dict[str, Any]:
     """Shows the differences on the run's page, writes them below `home/reports`, and warns of large ones."""
     log, allowed = workspace.console.log, workspace.config.ingest.checks.changed_share or 0.0
-    features, name = result["features"], workspace.config.name
-    changing = [one for one in features if one["share"] > allowed]
+    changing = [one for one in result["features"] if one["share"] > allowed]
     for one in changing[:MOST_LINES]:
         reasons, share = describe_differences(one)["reasons"], 100 * one["share"]
         log.warning("%.2f%% of '%s' on %s changed after the day was written: %s", share, one["feature"], day, reasons)
@@ -153,9 +151,5 @@ def _report(workspace: Workspace, day: datetime.date, result: dict[str, Any]) ->
             "%s features change by more than %.2f%%. Set delay_seconds to the time in which all events arrive, and "
             "as_of for sources that get new values", len(changing), 100 * allowed,
         )  # fmt: skip
-    line = f"{sum(one['differing'] > 0 for one in features)} of {len(features)} features of day {day} have other values"
-    path = report_path(workspace, [day], "ingest")
-    write_json(path, result)
-    log.info("%s than when it was written, in %s rows: %s", line, f"{result['rows']:,}", path)
-    workspace.console.show_table("recomputed", name, [describe_differences(one) for one in features], line)
-    return result | {"report": str(path)}
+    line = f"features of {result['rows']:,} rows of day {day} have other values than when it was written"
+    return result | {"report": str(show_differences(workspace, [day], "ingest", result, line))}

@@ -1,13 +1,10 @@
 """A backtest: each retraining policy replays the same past days with real ranks, and the results are compared."""
 
 import datetime
-import hashlib
-import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, NonNegativeInt
 
@@ -16,32 +13,27 @@ from pipeline.data.config import Part
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.metrics import format_interval
-from pipeline.evaluation.policy import Policy
+from pipeline.evaluation.policy import Decision, Policy
 from pipeline.evaluation.record import markdown_table
 from pipeline.evaluation.series import BacktestResult, DaySums, Interval, pooled_ne, pooled_ne_difference
 from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import step
 from pipeline.jobs.recurring.backtest_rank import BacktestSpec
 from pipeline.jobs.recurring.day import exclude_test_rows, require_hash_split
-from pipeline.jobs.training.identity import describe_joined, semantics
-from pipeline.jobs.training.job import TrainingJob, resolve_dataset
+from pipeline.jobs.search.trials import AGAIN, Search, SearchJob, open_search, pin_search
+from pipeline.jobs.training.identity import describe_joined, digest, semantics
+from pipeline.jobs.training.job import TrainingJob, open_run, resolve_dataset
 from pipeline.jobs.training.train import make_rank_spec
-from pipeline.jobs.workspace import Workspace, exclusive_dir
+from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import count_rows
-from pipeline.registration.tracking import RESULT
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state.progress import LossSums
 from storage.artifacts import MADE_AGAIN, read_note, write_text
 
-FIGURE, TABLE = "policies.png", "policies.md"
+FIGURE, TABLE, POLICIES = "policies.png", "policies.md", "policies"
+"""Files in a backtest's folder, and the folder with the results of policies."""
 TRAILING_DAYS = 14
 """Most days of the figure's moving mean. Single days vary more than models do."""
-
-
-class _Choice(BaseModel, frozen=True):
-    """What a policy decided."""
-
-    training: Literal["none", "incremental", "scratch"]
 
 
 class _Cost(BaseModel, frozen=True):
@@ -57,7 +49,7 @@ class _Day(BaseModel, frozen=True):
     day: datetime.date
     sums: LossSums | None
     """None: of the first model."""
-    decision: _Choice
+    decision: Decision
     cost: _Cost
 
 
@@ -66,17 +58,14 @@ def read_day(event: Event) -> _Day | None:
     return _Day.model_validate(event) if event["event"] == "day" else None
 
 
-class BacktestJob(BaseModel, frozen=True):
-    """A backtest that is pinned: its days, and the specification of its ranks."""
-
-    folder: str
-    spec: BacktestSpec
-    """Each policy fills in itself and a folder of its own."""
-
-
-def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> BacktestJob:
+@step("pin")
+def pin_backtest(
+    workspace: Workspace, start: datetime.date | None, end: datetime.date | None
+) -> tuple[SearchJob, BacktestSpec]:
     """Pins the days of the newest snapshot from `start` to `end`, and the earlier days of the first model.
 
+    Returns:
+        The backtest, and the specification of its ranks. Each policy fills in itself and a folder of its own.
     Raises:
         ConfigError: If the split is not `hash`, or its own days overlap with those of the backtest.
         EmptyDatasetError: If there is no day to replay.
@@ -100,21 +89,19 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
         raise EmptyDatasetError("days to replay", f"some after {first_days[-1]}", "none", "Ingest more days.")
     whole = data["test"].selection.model_copy(update={"hash_keys": ()})
     new = exclude_test_rows(data)
-    settings = json.dumps(
-        {
-            "snapshot": snapshot.snapshot_id, "config": semantics(workspace, evaluation=True),
-            **describe_joined(workspace.warehouse, workspace.feature_joins(), snapshot, [*first_days, *days]),
-            "days": [str(day) for day in days],
-            "incremental": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
-            "judge": config.recurring.judge,
-        },
-        sort_keys=True,
-    )  # fmt: skip
-    identity = hashlib.sha256(settings.encode()).hexdigest()[:12]
-    folder = str(workspace.home / "backtests" / f"{config.name}-{identity}")
+    settings = {
+        "snapshot": snapshot.snapshot_id, "config": semantics(workspace, evaluation=True),
+        **describe_joined(workspace.warehouse, workspace.feature_joins(), snapshot, [*first_days, *days]),
+        "days": [str(day) for day in days],
+        "incremental": config.incremental.model_dump(mode="json"), "new": new.selection.hash_range,
+        "judge": config.recurring.judge,
+    }  # fmt: skip
+    job = pin_search(workspace, "backtest", snapshot, {}, settings, force=False)
     counts: dict[Part, int] = {"valid": count_rows(data["valid"], workspace.warehouse)} if "valid" in data else {}
-    first = TrainingJob(identity=identity, snapshot=snapshot, folder=folder, rows=counts, data=data, done=None)
-    ranks = make_rank_spec(workspace, first)
+    ranks = make_rank_spec(
+        workspace,
+        TrainingJob(identity=job.identity, snapshot=snapshot, folder=job.folder, rows=counts, data=data, done=None),
+    )
     whole_rows = ranks.preprocessing.model_copy(update={"on_corrupt": "fail"})  # nobody would hear of lost rows
     spec = BacktestSpec(
         scratch=ranks.model_copy(update={"preprocessing": whole_rows, "training": config.training.on_one_host}),
@@ -126,30 +113,40 @@ def pin_backtest(workspace: Workspace, start: datetime.date | None, end: datetim
         days=tuple(days),
         judged_later=config.recurring.judge == "next_day",
     )
-    return BacktestJob(folder=folder, spec=spec)
+    return job, spec
 
 
-def backtest_policy(workspace: Workspace, job: BacktestJob, name: str, policy: Policy) -> BacktestResult:
-    """Runs one policy from the first day to the last, or reads its result from its file."""
-    logger = workspace.console.log
-    digest = hashlib.sha256(policy.model_dump_json().encode()).hexdigest()[:8]
-    path = Path(job.folder) / f"{digest}.json"
+@step("backtest {name}")
+def run_policy(backtest: Search, spec: BacktestSpec, name: str) -> BacktestResult:
+    """Replays all days under one policy, in a child of the backtest's MLflow run.
+
+    Safe to repeat: a finished policy is read from its file.
+    """
+    workspace, logger = backtest.workspace, backtest.console.log
+    training, policy = workspace.config.training, workspace.config.recurring.policies[name]
+    values = policy.model_dump(mode="json")
+    folder = backtest.folder / POLICIES / digest(values)[:8]
+    path = folder.with_suffix(".json")
     if path.exists():
         logger.info("skipped: policy %s has a result in %s", name, path)
         return read_note(path, BacktestResult, MADE_AGAIN).model_copy(update={"name": name})
+    folder.mkdir(parents=True, exist_ok=True)
     found: list[_Day] = []
-    with exclusive_dir(Path(job.folder) / digest) as folder, workspace.console.progress("days") as progress:
+    tags = backtest.child_tags | {"git_commit": read_commit()}
+    with (
+        open_run(folder, workspace, name, values, tags, AGAIN) as (run_id, _),
+        backtest.console.progress("days") as progress,
+    ):
 
         def on_event(event: Event) -> None:
             if (day := read_day(event)) is not None:
                 found.append(day)
-                progress(name, len(found) - 1, len(job.spec.days), f"{day.day} {day.decision.training}")
+                progress(name, len(found) - 1, len(spec.days), f"{day.day} {day.decision.training}")
 
-        training = workspace.config.training
-        scratch = job.spec.scratch.model_copy(update={"folder": str(folder)})
+        scratch = spec.scratch.model_copy(update={"folder": str(folder)})
         run_ranks(
             "pipeline.jobs.recurring.backtest_rank",
-            job.spec.model_copy(update={"scratch": scratch, "policy": policy}),
+            spec.model_copy(update={"scratch": scratch, "policy": policy}),
             folder,
             training.world_size,
             training.threads_per_rank,
@@ -158,7 +155,8 @@ def backtest_policy(workspace: Workspace, job: BacktestJob, name: str, policy: P
             ROOT,
         )
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # only the result is kept
-    result = _collect_result(name, found)
+        result = _collect_result(name, found)
+        _log_result(workspace, run_id, result)
     write_text(path, result.model_dump_json(indent=1))
     return result
 
@@ -218,52 +216,39 @@ def render_table(summary: Mapping[str, Any]) -> str:
 
 
 @step("show")
-def show_results(workspace: Workspace, job: BacktestJob, results: Sequence[BacktestResult]) -> dict[str, Any]:
-    """Table and figure of the policies -> the backtest's folder, and an MLflow run with a child for each policy."""
-    config = workspace.config
-    folder, tracker = Path(job.folder), workspace.tracking
-    summary = summarize(results, config.gate.level)
+def show_results(backtest: Search, spec: BacktestSpec, results: Sequence[BacktestResult]) -> dict[str, Any]:
+    """Table and figure of the policies -> the backtest's folder and its MLflow run."""
+    workspace, folder = backtest.workspace, backtest.folder
+    summary = summarize(results, workspace.config.gate.level)
     text = render_table(summary)
     write_text(folder / TABLE, text + "\n")
-    figure = plots.backtest(results, min(TRAILING_DAYS, max(len(job.spec.days) // 4, 1)))
+    figure = plots.backtest(results, min(TRAILING_DAYS, max(len(spec.days) // 4, 1)))
     figure.savefig(folder / FIGURE)
+    workspace.tracking.client.log_text(backtest.run_id, text, TABLE)
+    workspace.tracking.log_figures(backtest.run_id, {"policies": figure})
     outcome = {
-        "status": "ok",
-        "start": f"{job.spec.days[0]}",
-        "end": f"{job.spec.days[-1]}",
-        "days": len(job.spec.days),
+        "start": f"{spec.days[0]}",
+        "end": f"{spec.days[-1]}",
+        "days": len(spec.days),
         "rows": int(sum(day.rows for day in results[0].days)),
         "policies": summary,
         "figure": str(folder / FIGURE),
         "table": str(folder / TABLE),
         "git_commit": read_commit(),
     }
-    name = f"policies {job.spec.days[0]} to {job.spec.days[-1]}"
-    tags = {"mlflow.source.name": "flows.backtest", "git_commit": read_commit()}
-    parent = tracker.start(name, config.flat(), tags, None)
-    with tracker.ending(parent):
-        for result in results:
-            chosen = config.recurring.policies[result.name].model_dump(mode="json")
-            child = tracker.start(result.name, chosen, tags | {"mlflow.parentRunId": parent}, None)
-            with tracker.ending(child):
-                _log_result(workspace, child, result, summary[result.name])
-        tracker.client.log_text(parent, text, TABLE)
-        tracker.log_figures(parent, {"policies": figure})
-        outcome["mlflow_run_id"] = parent
-        tracker.log_json(parent, outcome, RESULT)
-    return outcome
+    return backtest.conclude(text, {}, outcome)
 
 
-def _log_result(workspace: Workspace, run_id: str, result: BacktestResult, values: Mapping[str, Any]) -> None:
+def _log_result(workspace: Workspace, run_id: str, result: BacktestResult) -> None:
     """Logs NE and calibration of each day, and the totals of the policy."""
-    tracker = workspace.tracking
     points = [
         (number, {"next_day_ne": day.ne, "next_day_calibration": day.calibration})
         for number, day in enumerate(result.days, 1)
     ]
-    tracker.log_points(run_id, points)
+    workspace.tracking.log_points(run_id, points)
+    [values] = summarize([result], workspace.config.gate.level).values()
     whole = {name: values[name] for name in ("calibration", "rows_trained", "training_seconds")}
-    tracker.log(run_id, len(result.days), {"pooled_ne": (values["ne"] or {}).get("value")} | whole)
+    workspace.tracking.log(run_id, len(result.days), {"pooled_ne": (values["ne"] or {}).get("value")} | whole)
 
 
 def choose_policies(known: Mapping[str, Policy], names: Sequence[str] | None) -> list[str]:
@@ -290,20 +275,6 @@ def run_backtest(
     Args:
         names: Keys of `recurring.policies`.
     """
-    job = pin_days(workspace, start, end)
-    return show_results(workspace, job, [run_policy(workspace, job, name) for name in names])
-
-
-@step("pin")
-def pin_days(workspace: Workspace, start: datetime.date | None, end: datetime.date | None) -> BacktestJob:
-    """Pins the days to replay. Safe to repeat: it reads, and tags the snapshot once."""
-    job = pin_backtest(workspace, start, end)
-    snapshot = job.spec.evaluated.snapshot
-    workspace.warehouse.tag(snapshot, f"backtest-{snapshot.snapshot_id}")
-    return job
-
-
-@step("backtest {name}")
-def run_policy(workspace: Workspace, job: BacktestJob, name: str) -> BacktestResult:
-    """Replays all days under one policy. Safe to repeat: a finished policy is read from its file."""
-    return backtest_policy(workspace, job, name, workspace.config.recurring.policies[name])
+    job, spec = pin_backtest(workspace, start, end)
+    with open_search(workspace, job, "backtest", f"policies {spec.days[0]} to {spec.days[-1]}") as backtest:
+        return show_results(backtest, spec, [run_policy(backtest, spec, name) for name in names])

@@ -1,61 +1,57 @@
-"""Runs a release: pins and checks its candidates, runs its stages in order, and reports the result."""
+"""A release: its candidates, their stages, the last training of the winner, and the result."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from pipeline.config import RunConfig, load
 from pipeline.data.config import Part
 from pipeline.data.selection import share_rows
-from pipeline.errors import ConfigError, EmptyDatasetError, TrainingError
+from pipeline.errors import ConfigError, TrainingError
 from pipeline.evaluation.metrics import format_metric
 from pipeline.evaluation.record import markdown_table
-from pipeline.jobs.console import Console, step
-from pipeline.jobs.search.candidate import BEST_NE
+from pipeline.jobs.console import step
 from pipeline.jobs.search.trials import (
     AGAIN,
+    BEST_NE,
     RESULT,
+    STUDY,
+    Search,
     SearchJob,
     Trials,
-    check_label,
     check_parallel,
-    check_section,
-    open_search_run,
+    describe_outcome,
+    open_search,
+    override,
     pin_search,
+    prefix_errors,
+    read_result,
+    resolve_ranked,
 )
 from pipeline.jobs.training.identity import describe_rows, semantics
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.training.run import train_version
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.tracking import RESULT as RESULT_OF_RUN
 from pipeline.registration.tracking import reporting_unreachable
 from pipeline.registration.versions import is_intact
 from pipeline.search import plots
-from pipeline.search.config import ReleaseConfig
-from pipeline.search.release import (
-    CANDIDATE,
-    CandidateStanding,
-    Stage,
-    make_stage,
-    make_standing,
-    rank_candidates,
-    sample_rows,
-    select_best,
-)
+from pipeline.search.config import Dimension, PruneConfig, ReleaseConfig, SweepConfig
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
-from storage.artifacts import read_note, read_values, write_json
+from pipeline.transforms.ops.sampling import Sampling
+from storage.artifacts import read_note, write_json
 
+Stage = Literal["explore", "compare", "retrain"]
+"""Exploratory, combo and release-candidate jobs in the words of arXiv:2108.09373, section 4."""
+CANDIDATE = "candidate"
+"""The one key of a stage's study: the name of the candidate."""
 FINAL = "final.json"
 """File in a release's folder: the result of the winner's last training."""
 STAGES = "stages.json"
 """Artifact of the release's MLflow run."""
-STAGE_TAG = "dlrm.stage"
-SOURCE = "flows.release"
 RANKED_BY: tuple[Part, ...] = ("train", "valid")
 """Parts that candidates are trained on and ranked by."""
 
@@ -63,18 +59,13 @@ RANKED_BY: tuple[Part, ...] = ("train", "valid")
 def pin_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> SearchJob:
     """Pins the release of a config and a snapshot, and checks every candidate before anything runs.
 
-    Args:
-        snapshot_id: None takes the newest.
-        force: Starts a new release if the last one has ended.
     Raises:
         ConfigError: If the keys of a candidate do not fit the config or the table. Names the candidate.
         EmptyDatasetError: If the split of the last training names days that the table does not have.
     """
     config = workspace.config
     candidates = load_candidates(config)
-    snapshot, data = resolve_dataset(workspace, snapshot_id)
-    if "valid" not in data:
-        raise ConfigError("split", "validation rows, by which candidates are ranked", "none", "Name some as `valid`.")
+    snapshot, data = resolve_ranked(workspace, snapshot_id)
     for name, candidate in candidates.items():
         with prefix_errors(f"release.candidates '{name}'"):
             resolve_dataset(workspace.with_config(shrink(candidate, config.release)), snapshot.snapshot_id)
@@ -89,7 +80,7 @@ def pin_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> S
     rows: dict[str, Any] = {"plan": data["train"].plan.hash}
     rows["compared"] = describe_rows(workspace.warehouse, data, RANKED_BY)
     rows["last"] = describe_rows(workspace.warehouse, last)
-    return pin_search(workspace, "releases", snapshot, rows, inputs, force)
+    return pin_search(workspace, "release", snapshot, rows, inputs, force)
 
 
 def load_candidates(config: RunConfig) -> dict[str, RunConfig]:
@@ -101,25 +92,14 @@ def load_candidates(config: RunConfig) -> dict[str, RunConfig]:
     if not config.release.candidates:
         remedy = "Add one: `deep: {model.top_mlp: [128, 64, 32]}`."
         raise ConfigError("release.candidates", "at least one besides the config itself", "none", remedy)
-    for key in config.release.explore:
-        check_section(f"release.explore, key '{key}'", key)
-    label, plain = config.features.label, config.model_copy(update={"release": ReleaseConfig()})
+    plain = config.model_copy(update={"release": ReleaseConfig()})
     found: dict[str, RunConfig] = {}
     for name, overrides in config.release.overrides.items():
         where = f"release.candidates '{name}'"
-        with prefix_errors(where):
-            candidate = load(plain, overrides)
-        for key in overrides:
-            check_section(f"{where}, key '{key}'", key)
-        check_label(f"{where}, features.label", label, candidate.features.label)
-        with prefix_errors("release.explore"):
-            exploration = shrink(candidate, config.release)
-        check_label("release.explore, features.label", label, exploration.features.label)
-        for trial in (candidate, exploration):
-            launcher, executor = trial.training.launcher, trial.preprocessing.executor
-            check_parallel("release.parallel", config.release.parallel, launcher, executor)
-        with prefix_errors("release.fresh"):
-            freshen(candidate, config.release)
+        candidate = override(where, plain, overrides)
+        for trial in (candidate, shrink(candidate, config.release)):
+            check_parallel("release.parallel", config.release.parallel, trial)
+        freshen(candidate, config.release)
         twin = next((other for other, one in found.items() if one.semantics() == candidate.semantics()), None)
         if twin is not None:
             raise ConfigError(where, "a training unlike the others", f"that of '{twin}'", "Leave one of them out.")
@@ -128,26 +108,25 @@ def load_candidates(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def shrink(candidate: RunConfig, release: ReleaseConfig) -> RunConfig:
-    """Returns the config to explore a candidate with: a sample of its rows."""
-    sampling = sample_rows(release.sample, candidate.sampling)
-    return load(candidate.model_copy(update={"sampling": sampling}), release.explore)
+    """Returns the config to explore a candidate with: a sample of its rows.
+
+    Raises:
+        ConfigError: If neither the sample nor the candidate's sampling names key columns.
+    """
+    sample, own = release.sample, candidate.sampling
+    if own is None and not sample.inputs:
+        expected = "key columns of the rows to explore on"
+        raise ConfigError("release.sample.inputs", expected, "none", "Name some, such as the user's.")
+    if own is None:
+        own = Sampling(inputs=sample.inputs, rate=1.0, seed=sample.seed)
+    sampling = own.model_copy(update={"rate": own.rate * sample.rate})
+    return override("release.explore", candidate.model_copy(update={"sampling": sampling}), release.explore)
 
 
 def freshen(candidate: RunConfig, release: ReleaseConfig) -> RunConfig:
     """Returns the config of a candidate's last training: the freshest days."""
-    return load(candidate, release.fresh or {})
-
-
-@contextmanager
-def prefix_errors(place: str) -> Iterator[None]:
-    """Prefixes config errors from the block with the key that caused them."""
-    try:
-        yield
-    except (ConfigError, EmptyDatasetError) as error:
-        if error.where.startswith("release."):
-            raise
-        where = f"{place}, {error.where.removeprefix('config, ')}"
-        raise type(error)(where, error.expected, error.actual, error.remedy) from None
+    with prefix_errors("release.fresh"):
+        return load(candidate, release.fresh or {})
 
 
 class _Model(BaseModel, frozen=True):
@@ -167,55 +146,49 @@ class _Released(BaseModel, frozen=True):
 
 def load_result(workspace: Workspace, job: SearchJob) -> dict[str, Any] | None:
     """Returns the result of a release that is done, if its version still exists and is undamaged, else None."""
-    path = Path(job.folder) / RESULT
-    if not path.exists():
-        return None
-    result = read_values(path, _Released)
-    if result["status"] != "ok":
+    result = read_result(job, _Released)
+    if result is None or result["status"] != "ok":
         return None
     model = result["model"]
     with reporting_unreachable(AGAIN):
         if not is_intact(workspace.tracking, model["name"], model["version"], result["model_run_id"]):
             return None
     workspace.console.log.info("skipped: release %s is done; force=true starts a new one", job.name)
-    return dict(result) | {"status": "skipped"}
+    return result | {"status": "skipped"}
 
 
-class Release:
+class CandidateStanding(BaseModel, frozen=True):
+    """Result of a candidate in a stage."""
+
+    name: str
+    valid_ne: float | None = None
+    """Best NE on the validation rows. None if the candidate was stopped or failed."""
+    stopped: bool = False
+    """Whether it was stopped because another one did better."""
+    failed: str | None = None
+    """Error message."""
+    mlflow_run_id: str | None = None
+
+
+@dataclass(eq=False)
+class Release(Search):
     """A running release."""
 
-    def __init__(self, workspace: Workspace, job: SearchJob, run_id: str) -> None:
-        self.workspace, self.job, self.run_id = workspace, job, run_id
-        self.config, config = workspace.config, workspace.config
-        self.folder = Path(job.folder)
-        self.candidates = load_candidates(config)
-        self.stages: dict[Stage, list[CandidateStanding]] = {}
+    candidates: Mapping[str, RunConfig]
+    stages: dict[Stage, list[CandidateStanding]] = field(default_factory=dict)
 
     @property
-    def console(self) -> Console:
-        """Console of the workspace."""
-        return self.workspace.console
+    def settings(self) -> ReleaseConfig:
+        """Section of the config."""
+        return self.workspace.config.release
 
-    def make_config(self, stage: Stage, name: str) -> RunConfig:
-        """Returns the config of a candidate in a stage."""
-        candidate = self.candidates[name]
-        if stage == "explore":
-            return shrink(candidate, self.config.release)
-        return freshen(candidate, self.config.release) if stage == "retrain" else candidate
+    def render_table(self) -> str:
+        """Returns the stages so far as a markdown table."""
+        return render_table(self.stages, self.settings.candidates)
 
-    def make_tags(self, stage: Stage, name: str) -> dict[str, str]:
-        """Returns the tags of a candidate's MLflow run."""
-        return {STAGE_TAG: stage, "dlrm.candidate": name, "mlflow.source.name": SOURCE}
-
-
-@contextmanager
-def open_release(workspace: Workspace, job: SearchJob) -> Iterator[Release]:
-    """Opens the release with its folder and its MLflow run. Ends the run in any case."""
-    config = workspace.config
-    params = {f"release.{key}": value for key, value in config.release.model_dump(exclude_defaults=True).items()}
-    tags = {"mlflow.source.name": SOURCE, "dlrm.release": job.name}
-    with open_search_run(workspace, job, f"release of {config.name}", params, tags) as run_id:
-        yield Release(workspace, job, run_id)
+    def dump_stages(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns the ranked candidates of the stages so far as JSON values."""
+        return {stage: [one.model_dump() for one in standings] for stage, standings in self.stages.items()}
 
 
 def run_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> dict[str, Any]:
@@ -225,83 +198,96 @@ def run_release(workspace: Workspace, snapshot_id: int | None, force: bool) -> d
         snapshot_id: Snapshot to read; None takes the newest.
         force: Starts a new release where the same one is done or has failed.
     """
-    job = pin_release(workspace, snapshot_id, force)
+    job, config = pin_release(workspace, snapshot_id, force), workspace.config
     done = load_result(workspace, job)
     if done is not None:
         return done
-    with open_release(workspace, job) as release:
-        explored = run_stage(release, "explore", tuple(release.candidates))
-        names = select_best(explored, workspace.config.release.keep)
-        compared = run_stage(release, "compare", names) if len(names) > 1 else explored
-        return conclude(release, retrain(release, compared[0].name, force))
+    with open_search(workspace, job, "release", f"release of {config.name}", config.release) as search:
+        release = Release(**vars(search), candidates=load_candidates(config))
+        ranked = run_stage(release, "explore", tuple(release.candidates))
+        names = [one.name for one in ranked if one.valid_ne is not None][: config.release.keep]
+        if len(names) > 1:
+            ranked = run_stage(release, "compare", names)
+        return conclude(release, retrain(release, ranked[0].name, force))
 
 
 def run_stage(release: Release, stage: Stage, names: Sequence[str]) -> list[CandidateStanding]:
     """Trains the candidates of a stage, or those that are left. Returns them ranked, the best first.
 
-    Args:
-        names: Candidates in the order in which they start.
     Raises:
-        TrainingError: If none of them has an NE.
+        TrainingError: If none of them has an NE. The same command fails again; `force=true` starts a new release.
     """
-    settings = release.config.release
-    space, points = make_stage(names, settings.prune if stage == "compare" else None)
-    folder = release.folder / stage
+    log, settings, folder = release.console.log, release.settings, release.folder / stage
     folder.mkdir(exist_ok=True)
-    study = SearchStudy(folder / "study.db", space, {}, points)
-    trials = Trials(release.workspace, study, release.job, folder, release.run_id)
-    trials.tidy_all()
-    release.console.log.info("%s: %s", stage, ", ".join(names))
-    trials.run_all(
-        settings.parallel, partial(run_candidate, release, trials, stage), partial(log_candidate, release, stage)
-    )
-    standings = rank_candidates([make_standing(record) for record in study.records()])
+    log.info("%s: %s", stage, ", ".join(names))
+
+    def make_config(params: Mapping[str, Any]) -> RunConfig:
+        candidate = release.candidates[params[CANDIDATE]]
+        return shrink(candidate, settings) if stage == "explore" else candidate
+
+    def describe(draw: Draw) -> tuple[str, dict[str, str]]:
+        return f"{stage} {draw.params[CANDIDATE]}", make_tags(stage, draw.params[CANDIDATE])
+
+    def report(record: TrialRecord) -> None:
+        log.info("%s %s: %s", stage, record.params[CANDIDATE], describe_outcome(record))
+
+    study = open_stage(folder, names, settings.prune if stage == "compare" else None)
+    Trials(release, study, folder, make_config, describe, report).run_all(settings.parallel)
+    standings = rank_candidates(study.records())
     log_stage(release, stage, standings)
-    if standings[0].valid_ne is None:
-        raise record_failure(release, stage, standings)
-    release.console.log.info("%s: best is %s, NE %s", stage, standings[0].name, format_metric(standings[0].valid_ne))
-    return standings
+    if standings[0].valid_ne is not None:
+        log.info("%s: best is %s, NE %s", stage, standings[0].name, format_metric(standings[0].valid_ne))
+        return standings
+    result = {"status": "failed", "stages": release.dump_stages(), "mlflow_run_id": release.run_id}
+    write_json(release.folder / RESULT, result)
+    reason = next((one.failed for one in standings if one.failed), "all were stopped")
+    raise TrainingError(
+        f"release, stage '{stage}'", "one candidate that ends with an NE",
+        f"none of {len(standings)}; the first: {reason}",
+        "Correct the candidates, or try again with force=true. With release.prune=null none is stopped.",
+    )  # fmt: skip
 
 
-@step("{stage} {draw.params[candidate]}")
-def run_candidate(release: Release, trials: Trials, stage: Stage, draw: Draw) -> None:
-    """Trains a candidate to its NE in one stage. Safe to repeat: it resumes from its last checkpoint."""
-    name = draw.params[CANDIDATE]
-    tags = release.make_tags(stage, name)
-    trials.train(draw.number, release.make_config(stage, name), f"{stage} {name}", tags)
+def open_stage(folder: Path, names: Sequence[str], prune: PruneConfig | None) -> SearchStudy:
+    """Opens a stage as a study over the candidate's name, in the order of the names."""
+    space = {CANDIDATE: Dimension(choices=tuple(names))}
+    config = SweepConfig(strategy="grid", trials=len(names), space=space, prune=prune)
+    return SearchStudy(folder / STUDY, config, {}, [{CANDIDATE: name} for name in names])
 
 
-def log_candidate(release: Release, stage: Stage, record: TrialRecord) -> None:
-    """Logs the result of a candidate in a stage."""
-    one = make_standing(record)
-    result = (
-        f"failed: {one.failed}" if one.failed else "stopped" if one.stopped else f"NE {format_metric(one.valid_ne)}"
-    )
-    release.console.log.info("%s %s: %s", stage, one.name, result)
+def make_tags(stage: Stage, name: str) -> dict[str, str]:
+    """Returns the tags of a candidate's MLflow run."""
+    return {"dlrm.stage": stage, "dlrm.candidate": name}
+
+
+def rank_candidates(records: Sequence[TrialRecord]) -> list[CandidateStanding]:
+    """Returns the results of a stage: the best first, then the stopped, then the failed ones in their given order."""
+    standings = [
+        CandidateStanding(
+            name=one.params[CANDIDATE],
+            valid_ne=one.valid_ne,
+            stopped=one.state == "pruned",
+            failed=one.notes.get("error"),
+            mlflow_run_id=one.notes.get("mlflow_run_id"),
+        )
+        for one in records
+    ]
+    return sorted(standings, key=lambda one: (one.failed is not None, one.valid_ne is None, one.valid_ne or 0.0))
 
 
 def log_stage(release: Release, stage: Stage, standings: list[CandidateStanding]) -> None:
     """Results of a stage -> MLflow: metrics, a figure and a table. Safe to repeat: it replaces itself."""
     release.stages[stage] = standings
     tracker, run_id = release.workspace.tracking, release.run_id
-    tracker.log_json(run_id, dump_stages(release.stages), STAGES)
+    tracker.log_json(run_id, release.dump_stages(), STAGES)
     tracker.log(run_id, len(release.stages), {BEST_NE: standings[0].valid_ne})
-    tracker.tag(run_id, {"mlflow.note.content": render_table(release.stages, release.config.release.candidates)})
+    tracker.tag(run_id, {"mlflow.note.content": release.render_table()})
+    nes: dict[str, dict[str, float]] = {
+        name: {one.name: one.valid_ne for one in found if one.valid_ne is not None}
+        for name, found in release.stages.items()
+    }
     with release.workspace.best_effort("figure of the stages"):
-        tracker.log_figures(run_id, {"stages": plots.draw_stages(release.stages)})
-
-
-def record_failure(release: Release, stage: Stage, standings: Sequence[CandidateStanding]) -> TrainingError:
-    """Writes the result of a release that no candidate survived. Returns the error to raise.
-
-    The same command fails again; with `force=true` it starts a new release.
-    """
-    reason = next((one.failed for one in standings if one.failed), "all were stopped")
-    result = {"status": "failed", "stages": dump_stages(release.stages), "mlflow_run_id": release.run_id}
-    write_json(release.folder / RESULT, result)
-    actual = f"none of {len(standings)}; the first: {reason}"
-    remedy = "Correct the candidates, or try again with force=true. With release.prune=null none is stopped."
-    return TrainingError(f"release, stage '{stage}'", "one candidate that ends with an NE", actual, remedy)
+        tracker.log_figures(run_id, {"stages": plots.draw_stages(nes)})
 
 
 def retrain(release: Release, name: str, force: bool) -> dict[str, Any]:
@@ -314,16 +300,10 @@ def retrain(release: Release, name: str, force: bool) -> dict[str, Any]:
     """
     path = release.folder / FINAL
     before = read_note(path, dict[str, Any]) if path.exists() else {}
-    tags = {"mlflow.parentRunId": release.run_id, **release.make_tags("retrain", name)}
-    snapshot = release.job.snapshot.snapshot_id
+    workspace = release.workspace.with_config(freshen(release.candidates[name], release.settings))
+    again, tags = force and not before, {**release.child_tags, **make_tags("retrain", name)}
     # Skips what is in the registry, and repeats what is gone from it.
-    result = train_version(
-        release.workspace.with_config(release.make_config("retrain", name)),
-        snapshot,
-        force and not before,
-        f"retrain {name}",
-        tags,
-    )
+    result = train_version(workspace, release.job.snapshot.snapshot_id, again, f"retrain {name}", tags)
     if before.get("mlflow_run_id") == result["mlflow_run_id"]:
         return before
     result |= {"winner": name}
@@ -334,38 +314,23 @@ def retrain(release: Release, name: str, force: bool) -> dict[str, Any]:
 @step("conclude")
 def conclude(release: Release, final: Mapping[str, Any]) -> dict[str, Any]:
     """All stages -> the result, a figure and a table. Safe to repeat: it replaces itself."""
-    name, tracker, run_id = final["winner"], release.workspace.tracking, release.run_id
+    name, model, gate = final["winner"], final["model"], final["gate"]
     last = CandidateStanding(name=name, valid_ne=final["train"]["valid_ne"], mlflow_run_id=final["mlflow_run_id"])
     log_stage(release, "retrain", [last])
-    model, gate = final["model"], final["gate"]
-    table = render_table(release.stages, release.config.release.candidates)
     verdict = f"**{gate['decision']}**: {gate['reason']}"
     if final["status"] == "skipped":
         verdict += " The version was in the registry already, and the verdict is from that time."
-    head = f"Winner: `{name}`, version {model['version']} of model {model['name']}. {verdict}"
-    tracker.tag(run_id, {"mlflow.note.content": f"{head}\n\n{table}", "dlrm.winner": name})
-    text = f"# Release {release.job.name}\n\n{head}\n\n{table}"
-    release.console.show_text("release", release.config.name, text)
+    text = f"Winner: `{name}`, version {model['version']} of model {model['name']}. {verdict}\n\n"
     result = {
-        "status": "ok",
         "release": release.job.name,
-        "snapshot_id": release.job.snapshot.snapshot_id,
-        "stages": dump_stages(release.stages),
+        "stages": release.dump_stages(),
         "winner": name,
         "model": model,
         "gate": gate,
         "eval": final["eval"],
-        "mlflow_run_id": run_id,
         "model_run_id": final["mlflow_run_id"],
     }
-    tracker.log_json(run_id, result, RESULT_OF_RUN)
-    write_json(release.folder / RESULT, result)
-    return result
-
-
-def dump_stages(stages: Mapping[Stage, Sequence[CandidateStanding]]) -> dict[str, list[dict[str, Any]]]:
-    """Returns the ranked stages as JSON values."""
-    return {stage: [one.model_dump() for one in standings] for stage, standings in stages.items()}
+    return release.conclude(text + release.render_table(), {"dlrm.winner": name}, result)
 
 
 def render_table(

@@ -8,7 +8,7 @@ from pipeline.errors import ConfigError
 from pipeline.evaluation.metrics import format_metric
 from pipeline.jobs.features.suggest import Written, named, write
 from pipeline.jobs.ingest.ingest import ingest_days
-from pipeline.jobs.search.sweep_run import run_sweep
+from pipeline.jobs.search.sweep import run_sweep
 from pipeline.jobs.workspace import Workspace
 
 MOST_TRIALS = 200

@@ -1,15 +1,12 @@
 """Figures of a sweep and of a release, also where there is little to draw."""
 
 import io
-import threading
 
-import matplotlib
-import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 
 from pipeline.search import plots
 from pipeline.search.config import PruneConfig, SweepConfig
-from pipeline.search.release import CandidateStanding
 from pipeline.search.study import SearchStudy
 
 SPACE = {
@@ -41,43 +38,35 @@ def search(path, nes: list[float | None]) -> SearchStudy:
     [[], [None], [0.9], [0.9, None, None, 0.8, 0.85, 0.95], [0.9] * 6],
     ids=["empty", "failed", "one", "mixed", "equal"],
 )
-def test_figures_are_drawn_and_leave_no_trace_in_pyplot(nes, tmp_path):
-    style = dict(matplotlib.rcParams)
+def test_figures_are_drawn(nes, tmp_path):
     figures = plots.draw_sweep(search(tmp_path, nes))
     assert list(figures) == ["history", "parallel_coordinates", "importance"]
     for figure in figures.values():
         figure.savefig(io.BytesIO())
-    assert plt.get_fignums() == []
-    assert dict(matplotlib.rcParams) == style
 
 
-def test_threads_can_draw_at_the_same_time(tmp_path):
-    found, drawn = search(tmp_path, [0.9, 0.8, 0.85, 0.95]), []
-    threads = [threading.Thread(target=lambda: drawn.append(plots.draw_sweep(found))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(drawn) == 3
-    assert plt.get_fignums() == []
+def test_the_history_shows_the_best_so_far(tmp_path):
+    points, best = plots.draw_sweep(search(tmp_path, [0.9, None, 0.95, 0.8]))["history"].axes[0].lines
+    assert list(points.get_xdata()) == list(best.get_xdata()) == [0, 2, 3]
+    assert list(points.get_ydata()) == [0.9, 0.95, 0.8]
+    assert list(best.get_ydata()) == [0.9, 0.9, 0.8]
 
 
-def test_the_axes_of_parallel_coordinates_have_the_whole_keys(tmp_path):
-    axes = plots.draw_parallel_coordinates(search(tmp_path, [0.9, 0.8])).axes[0]
+def test_a_trial_is_a_line_from_its_ne_through_its_values(tmp_path):
+    found = search(tmp_path, [0.9, 0.8, 0.85])
+    axes = plots.draw_sweep(found)["parallel_coordinates"].axes[0]
     names = [label.get_text().replace("\n", "") for label in axes.get_xticklabels()]
     assert names == ["NE", *sorted(SPACE)]
+    lines = [line.get_ydata() for line in axes.lines]
+    assert [line[0] for line in lines] == pytest.approx([1.0, 0.5, 0.0])  # the best is drawn last
+    rates = np.log([found.records()[number].params["training.table_learning_rate"] for number in (0, 2, 1)])
+    place = 1 + sorted(SPACE).index("training.table_learning_rate")
+    assert [line[place] for line in lines] == pytest.approx((rates - rates.min()) / (rates.max() - rates.min()))
+    assert {"0.8", "0.9"} <= {text.get_text() for text in axes.texts}
 
 
 def test_lines_of_a_release_end_where_their_candidate_did():
-    found = {
-        "explore": [
-            CandidateStanding(name="a", valid_ne=0.8),
-            CandidateStanding(name="b", valid_ne=0.9),
-            CandidateStanding(name="c", failed="x"),
-        ],
-        "compare": [CandidateStanding(name="b", valid_ne=0.7), CandidateStanding(name="a", stopped=True)],
-    }
-    figure = plots.draw_stages(found)
+    figure = plots.draw_stages({"explore": {"a": 0.8, "b": 0.9}, "compare": {"b": 0.7}})
     figure.savefig(io.BytesIO())
     lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines}
     assert lines == {"a": ([0], [0.8]), "b": ([0, 1], [0.9, 0.7])}
