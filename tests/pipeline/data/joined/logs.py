@@ -47,10 +47,10 @@ def cut(
     rows: pa.Table, log: pa.Table, on: list[str], delay: int, last: int | None = None, action: str | None = None
 ) -> list[Any]:
     """Items of each row, the newest first. Without `last`, the newest one until the time."""
-    found = []
+    found, happened = [], log.to_pylist()
     for row in rows.to_pylist():
         known = []
-        for number, event in enumerate(log.to_pylist()):
+        for number, event in enumerate(happened):
             keys = [(event[name], row[name]) for name in on]
             if event["time"] is None or row["at"] is None or any(a is None or a != b for a, b in keys):
                 continue
