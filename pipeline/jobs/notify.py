@@ -214,7 +214,9 @@ class Notifier:
 
 def list_receivers(settings: NotifyConfig) -> list[tuple[str, Callable[[Message], object]]]:
     """Returns a name without secrets and a function for each place to send to."""
-    found = [(one.partition(":")[0], partial(_send_to_address, one)) for one in settings.addresses]
+    found: list[tuple[str, Callable[[Message], object]]] = [
+        (one.partition(":")[0], partial(_send_to_address, one)) for one in settings.addresses
+    ]
     if (command := settings.command) is not None:
         found.append((f"the command {command[0]}", partial(_run, command)))
     return found
