@@ -37,8 +37,7 @@ class RankSpec(BaseModel, frozen=True):
     folder: str
     """Folder for checkpoints and the exported model."""
     store: str | None = None
-    """Address of the same in an object store, if ranks on several hosts have no common folder. Access to it is as to
-    the warehouse's."""
+    """Address of the same below `storage.path`, for checkpoints and weights. Access to it is as to the warehouse's."""
     claim: str | None = None
     """Token with which the training has claimed its checkpoints in `store`; see `CheckpointIndex`."""
     start: Start | None = None
