@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 def test_an_environment_is_replaced_when_its_lock_changes_and_no_process_runs_from_it(tmp_path: Path) -> None:
     (tmp_path / "requirements").mkdir()
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -53,6 +53,7 @@ def test_an_environment_is_replaced_when_its_lock_changes_and_no_process_runs_fr
     assert (environment / "bin" / "python").exists()
 
 
+@pytest.mark.nightly
 def test_an_environment_that_a_process_runs_from_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "requirements").mkdir()
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -74,6 +75,7 @@ def test_an_environment_that_a_process_runs_from_is_not_removed(tmp_path: Path) 
     assert not (tmp_path / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     """Its dependencies come from this environment, and nothing from the checkout."""
     source = tmp_path / "source"

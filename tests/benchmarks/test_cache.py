@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.cache import run_pass
 from benchmarks.wide_table import wide_table
 
 
+@pytest.mark.nightly
 def test_passes_differ_in_what_they_read(tmp_path: Path) -> None:
     table = wide_table(tmp_path, 140_000)  # three row groups
     passes = {name: run_pass(table, name, 2) for name in ("off", "cold", "warm", "half", "small", "service", "sweep")}

@@ -15,6 +15,7 @@ def test_an_epoch_leases_every_split_once() -> None:
     assert (found["rows"], found["ended"]) == (SPLITS * bench.SPLIT_ROWS, True)
 
 
+@pytest.mark.nightly
 def test_the_last_line_is_the_result(capfd: pytest.CaptureFixture[str]) -> None:
     bench.main(["--json", "--splits", "200", "--leased", "60", "--workers", "1", "4", "--rounds", "2"])
     figures = json.loads(capfd.readouterr().out.splitlines()[-1])

@@ -10,6 +10,7 @@ from benchmarks import epoch_memory
 ROWS = 30_000
 
 
+@pytest.mark.nightly
 def test_the_last_line_is_the_result(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from benchmarks.history_learning import ITEMS, NTH, Learned, generate, measure, 
 from pipeline.config import load
 
 
+@pytest.mark.nightly
 def test_clicks_depend_on_the_event_that_decides_alone(tmp_path: Path) -> None:
     """Row by row: the probability given the shown item and the 200th-last event before the row is one number."""
     generate(tmp_path, rows=2_000, users=5)
@@ -64,7 +65,7 @@ def test_the_table_has_means_and_half_ranges() -> None:
     assert render([found]).splitlines()[-1] == "| generated | last 20 | 0.8500 | 0.0500 | 0.6500 | 0.5000 |"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_event_that_decides_is_learned_if_it_is_a_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.history_learning.ITEMS", 8)
     monkeypatch.setattr("benchmarks.history_learning.NTH", 4)

@@ -127,6 +127,7 @@ def test_a_finished_table_is_used_again(table: WideTable) -> None:
     assert [Path(path).stat().st_mtime_ns for path in again.files] == before
 
 
+@pytest.mark.nightly
 def test_a_pass_of_our_worker_runs_in_a_workers_environment(table: WideTable, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     run = subprocess.run
@@ -143,6 +144,7 @@ def test_an_epoch_goes_through_the_service(table: WideTable, capfd: pytest.Captu
     assert figures["seconds"] > 0
 
 
+@pytest.mark.nightly
 def test_the_last_line_is_the_result(
     table: WideTable, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

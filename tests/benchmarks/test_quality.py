@@ -79,7 +79,7 @@ def test_a_config_without_its_data_is_not_run(tmp_path, monkeypatch):
     assert missing_data("configs/smoke.yaml") is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_flights_reach_their_quality():
     """By their command, as `make quality` does. The smoke run's is held against the file in tests/flows."""
     found = measure("configs/flights.yaml", read_targets()["configs/flights.yaml"], [1])

@@ -31,6 +31,7 @@ def test_a_batch_has_as_many_ids_as_configured() -> None:
     assert set(batches(replace(SMALL, ids=1), count=1)[0].sparse.lengths().tolist()) == {1}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in CONTESTANTS if "compiled" not in name and name not in ON_CUDA])
 def test_contestants_learn(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each contestant's loss on its own batches falls, so it is not an empty loop."""
@@ -71,7 +72,7 @@ def test_speedup_is_over_the_better_pipeline() -> None:
     assert training.speedup(rows, "lists", "ours") == 2.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_measures_its_contestants(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import transport as bench
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_ways_deliver_all_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--folder", str(tmp_path), "--rows", "4000", "--rounds", "1", "--workers", "1", "--json"]
     bench.main(words)

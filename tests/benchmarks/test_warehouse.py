@@ -11,7 +11,7 @@ from benchmarks import layout, warehouse
 from benchmarks.machine import machine
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_ladder_of_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))  # it sets the variable itself, which the fixture then takes back
     monkeypatch.setattr(layout, "JOBS", 3)

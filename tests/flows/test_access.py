@@ -96,7 +96,7 @@ def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ui.stop([server])
 
 
-@pytest.fixture(params=["temporary", pytest.param("lasting", marks=pytest.mark.slow)])
+@pytest.fixture(params=["temporary", pytest.param("lasting", marks=pytest.mark.nightly)])
 def served(request: pytest.FixtureRequest) -> Served:
     found: Served = request.getfixturevalue(request.param)
     return found
@@ -152,7 +152,7 @@ def test_who_knows_the_secret_is_answered(served):
     assert status == 200
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_pages_load_and_ask_for_the_secret(lasting):
     status, _, answer = lasting.ask("GET", "/ui-settings")
     settings = json.loads(answer)
@@ -164,7 +164,7 @@ def test_the_pages_load_and_ask_for_the_secret(lasting):
         assert (status, headers["access-control-allow-origin"]) == (200, own)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_commands_authenticate_at_the_server_of_their_home_alone(lasting, tmp_path):
     address = f"http://127.0.0.1:{lasting.port}/api"
 

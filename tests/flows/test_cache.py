@@ -14,7 +14,7 @@ from pipeline.preprocessing.cache.store import COLUMNS
 CONFIG = "configs/smoke.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trainings_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any) -> None:
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     keys = {"source.generator.rows_per_day": 1_500, "training.world_size": 1, "preprocessing.workers": 2}

@@ -23,7 +23,7 @@ LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training
 """One process makes a trial a matter of seconds."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("data", ["memory", "files"])
 def test_the_flow_leaves_runs_figures_and_a_report(
     data: str, plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,7 +68,7 @@ def test_rows_are_prepared_once_for_points_that_read_the_same_rows(
     assert len({one.reason for one in results}) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_point_is_evaluated_once_with_its_own_values_and_once_with_tuned_ones(smoke, copied, monkeypatch):
     config, section = load(CONFIG, LIGHT | {"sweep": SWEEP}), CharacterizeConfig(axes={BATCH: [512, 1_024]})
     point = list_points(section)[1]

@@ -101,7 +101,7 @@ def test_verify_names_what_is_damaged(command, home, tmp_path, run_name):
     assert not (tmp_path / "runs" / run_name / "exports" / "step-0000000020.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_that_explodes_is_failed_and_not_registered(smoke, command, home, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
     words = ["training.dense_optimizer=sgd", "training.dense_learning_rate=1e30", "training.world_size=1"]

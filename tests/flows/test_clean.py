@@ -9,7 +9,7 @@ from prefect.testing.utilities import prefect_test_harness
 from flows.runtime.console import PrefectConsole, PrivateFlow
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ended_flow_runs_go_from_the_database() -> None:
     """On a server of its own: other tests look at the runs of the shared one."""
     console, features = PrefectConsole(), PrivateFlow(lambda: "done", name="features")

@@ -205,6 +205,7 @@ def _leave_the_process_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("skipped", 0)])
 def test_the_last_line_is_the_result(status: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
     flow = Flow({"status": status, "day": datetime.date(2024, 1, 1)})

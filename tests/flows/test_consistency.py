@@ -79,6 +79,7 @@ def write_config(folder: Path, **source: Any) -> str:
     return str(folder / "late.yaml")
 
 
+@pytest.mark.slow
 def test_late_events_show_in_served_rows_and_in_features_computed_again(samples, command, tmp_path):
     """A table as source: its snapshot of the training can still be read. Each late event is newest when it arrives."""
     home = tmp_path / "home"
@@ -128,6 +129,7 @@ def test_late_events_show_in_served_rows_and_in_features_computed_again(samples,
     assert "argument 'on': expected columns that tell which row is which" in found["error"] + log
 
 
+@pytest.mark.nightly
 def test_events_in_changed_files_cannot_be_compared_with_those_of_a_training(samples, command, tmp_path):
     """Files of new events can: those that the training read are still as they were."""
     home = tmp_path / "home"

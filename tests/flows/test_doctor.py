@@ -124,7 +124,7 @@ def test_an_old_python_is_named_without_a_traceback():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_this_installation_is_sound(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     code = doctor.main(["configs/demo.yaml"])

@@ -63,7 +63,7 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path / "beta.yaml")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_joined_feature_and_the_same_one_backfilled_train_the_same_model(config, command, tmp_path):
     home = tmp_path / "home"
     code, _, log = command(ingest, config, home=home)

@@ -85,7 +85,7 @@ def test_the_example_of_a_machine_description_is_valid():
     assert (machine.cores, machine.room.shared, machine.room.most_ranks) == (96, True, 96)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_flow_reports_everything(command, smoke, home, monkeypatch):
     """With few and small points the times are rough. The second call measures nothing."""
     for name in ("MOST_FLOP", "MOST_LOOKED_UP", "MOST_HELD"):

@@ -177,7 +177,7 @@ ABSENT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_absent_column_is_null_in_training_and_does_not_affect_the_model(command, copied):
     code, result, log = command(
         train, CONFIG, *(f"{key}={str(value).replace(chr(39), '')}" for key, value in ABSENT.items()), home=copied

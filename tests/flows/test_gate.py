@@ -241,7 +241,7 @@ def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
     assert not groups.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_several_processes_evaluate_as_one_does(smoke, home, copied):
     job, model = the_model(smoke, home)
     alone = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None)

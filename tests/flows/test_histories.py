@@ -145,7 +145,7 @@ def read_scores(home: Path) -> dict[str, list[Any]]:
     return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).to_pydict()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, command, tmp_path):
     """The same weights bit for bit, scores and served probabilities. The table has none of them, and the log's future
     is not seen."""

@@ -112,6 +112,7 @@ def test_evaluation_rows_are_not_deduplicated(ingested):
     assert data["test"].session is None
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("harm", [lambda file: file.unlink(), lambda file: file.write_bytes(file.read_bytes()[:-1])])
 def test_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp_path, harm):
     assert ingested()["days_written"] == 2

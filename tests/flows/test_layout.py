@@ -16,7 +16,6 @@ from storage.warehouse import Warehouse
 
 CONFIG = "configs/smoke.yaml"
 INLINE, FEW = "preprocessing.executor=inline", "source.generator.rows_per_day=1500"
-pytestmark = pytest.mark.slow
 
 
 def rows(home: Path) -> list[str]:
@@ -26,6 +25,7 @@ def rows(home: Path) -> list[str]:
     return [str(row) for row in table.to_pylist()]
 
 
+@pytest.mark.nightly
 def test_a_table_is_laid_out_for_its_readers(command, tmp_path):
     assert command(ingest, CONFIG, FEW, home=tmp_path)[0] == 0
     before = rows(tmp_path)
@@ -72,6 +72,7 @@ def test_a_table_is_laid_out_for_its_readers(command, tmp_path):
     assert again["rows"] == epoch["rows"]
 
 
+@pytest.mark.slow
 def test_the_command_removes_old_snapshots_and_their_files(command, tmp_path):
     assert command(ingest, CONFIG, FEW, home=tmp_path)[0] == 0
     assert command(ingest, CONFIG, FEW, "force=true", "warehouse.file_rows=100", home=tmp_path)[0] == 0
@@ -92,6 +93,7 @@ def test_the_command_removes_old_snapshots_and_their_files(command, tmp_path):
     assert command(ingest, CONFIG, FEW, home=tmp_path)[1]["status"] == "skipped"
 
 
+@pytest.mark.nightly
 def test_invalid_actions_are_refused(command, tmp_path):
     assert command(ingest, CONFIG, FEW, home=tmp_path)[0] == 0
     code, result, _ = command(layout, CONFIG, "order_by=[no_such]", home=tmp_path)

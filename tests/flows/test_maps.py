@@ -86,7 +86,7 @@ def keys(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
     }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_demo_by_maps_trains_the_same_model_before_and_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
 ) -> None:
@@ -125,6 +125,7 @@ def test_the_demo_by_maps_trains_the_same_model_before_and_after(
     assert {"dense", "ids"}.isdisjoint(names)
 
 
+@pytest.mark.slow
 def test_a_flattened_table_trains_the_same_model(keys: dict[str, Any], plain: Any) -> None:
     before = end_to_end(CONFIG, keys)
     assert (before["status"], before["train"]["rows"]) == ("ok", 4_000)
@@ -152,6 +153,7 @@ def test_a_flattened_table_trains_the_same_model(keys: dict[str, Any], plain: An
     assert score(CONFIG, keys, version=1)["rows"] == 8_000
 
 
+@pytest.mark.nightly
 def test_a_day_in_maps_is_read_beside_flattened_ones(keys: dict[str, Any], logs: Path, plain: Any) -> None:
     """An ingest goes on as before, whatever layout the table has."""
     ingest(CONFIG, keys, day="2025-01-06")
@@ -188,6 +190,7 @@ def test_a_key_of_another_map_is_refused(keys: dict[str, Any], plain: Any) -> No
         ingest(CONFIG, keys)
 
 
+@pytest.mark.nightly
 def test_rows_are_chosen_by_a_key(keys: dict[str, Any], logs: Path, tmp_path: Path, plain: Any) -> None:
     ingest(CONFIG, keys)
     chosen = keys | {"filter": "dense_0 > 0.5", "preprocessing.executor": "inline"}

@@ -327,7 +327,7 @@ def started(long_home: Path) -> Iterator[subprocess.Popen[str]]:
 INTERRUPTED = {"status": "failed", "error": "interrupted; run the same command again to go on."}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_epoch_leaves_nothing(workers: Workers, started: subprocess.Popen[str]) -> None:
     workers.new(set())
     family = psutil.Process(started.pid).children(recursive=True)
@@ -341,7 +341,7 @@ def test_an_interrupted_epoch_leaves_nothing(workers: Workers, started: subproce
     assert workers.pids() == set()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sigterm_ends_an_epoch_and_its_workers(long_home: Path, workers: Workers, command: Callable[..., Any]) -> None:
     def end() -> psutil.Process:
         worker = psutil.Process(workers.new(set()))
@@ -383,7 +383,7 @@ def test_killed_workers_do_not_change_the_order(
     assert undisturbed["restarts"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_too_few_open_files_are_named(long_home: Path, prefect: None) -> None:
     """Each split in memory takes one. Here all 160 are shuffled together. The limit is one of a whole process."""
     outside = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}

@@ -21,7 +21,6 @@ from storage.errors import ConflictError
 from tests.ports import free_port
 from tests.rest import serving_catalog
 
-pytestmark = pytest.mark.slow
 SMOKE = "configs/smoke.yaml"
 
 
@@ -37,6 +36,7 @@ def keys(catalog: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return {"warehouse.catalog": catalog, "warehouse.namespace": tmp_path.name.replace("-", "_")[:40]}
 
 
+@pytest.mark.nightly
 def test_the_smoke_run_and_its_upkeep(keys: dict[str, Any], smoke: Any, plain: Any) -> None:
     done = end_to_end(SMOKE, keys)
     assert done["status"] == "ok"
@@ -51,6 +51,7 @@ def test_the_smoke_run_and_its_upkeep(keys: dict[str, Any], smoke: Any, plain: A
     assert train(SMOKE, keys, force=True)["train"]["weights_sha256"] == done["train"]["weights_sha256"]
 
 
+@pytest.mark.slow
 def test_two_writers_of_one_day_do_not_double_it(keys: dict[str, Any]) -> None:
     workspaces = [Workspace(load(SMOKE, keys)) for _ in range(2)]
     day = datetime.date(2025, 1, 6)
@@ -67,6 +68,7 @@ def test_two_writers_of_one_day_do_not_double_it(keys: dict[str, Any]) -> None:
     assert second.day_rows(second.current("smoke")) == {day: 1}
 
 
+@pytest.mark.nightly
 def test_a_wrong_token_is_one_sentence(keys: dict[str, Any], plain: Any) -> None:
     wrong = keys | {"warehouse.catalog": keys["warehouse.catalog"] | {"token": "wrong"}}
     with pytest.raises(ContractError) as caught:

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import scoring
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_measures_server_and_batches(smoke, home, capsys, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(home))
     monkeypatch.setattr(scoring, "WARM_UP", 1)

@@ -31,7 +31,6 @@ from flows.runtime.server import TemporaryServer, start_loading
 from pipeline.errors import ConfigError
 from tests.ports import free_port
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
@@ -94,6 +93,7 @@ def looked_for_tables(server: TemporaryServer) -> bool:
     return found
 
 
+@pytest.mark.nightly
 def test_a_process_that_loads_a_server_ends_when_its_command_needs_none() -> None:
     process = start_loading()
     assert process.stdin is not None
@@ -101,6 +101,7 @@ def test_a_process_that_loads_a_server_ends_when_its_command_needs_none() -> Non
     assert process.wait(60) == 0
 
 
+@pytest.mark.nightly
 def test_a_command_with_a_server_of_its_own_kills_the_process_that_loads_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_command_with_a_server_of_its_own_kills_the_process_that_loads_one(
     assert process.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["train", "end_to_end", "layout"])
 def test_the_form_of_a_deployment_shows_what_the_function_takes(name: str) -> None:
     """Prefect makes the form of the flow; a command does without it."""
@@ -122,6 +124,7 @@ def test_the_form_of_a_deployment_shows_what_the_function_takes(name: str) -> No
     assert not hasattr(made, "__signature__")
 
 
+@pytest.mark.nightly
 def test_a_temporary_server_makes_tables_where_its_database_lacks_them(tmp_path: Path) -> None:
     made = []
     for _ in range(3):
@@ -142,6 +145,7 @@ def test_a_temporary_server_makes_tables_where_its_database_lacks_them(tmp_path:
     assert made == [True, False, True]
 
 
+@pytest.mark.slow
 def test_ui_starts_both_servers_and_stops_them(tmp_path):
     prefect, mlflow, log = free_port(), free_port(), tmp_path / "ui.log"
     words = ["-m", "flows.ui", str(tmp_path), f"prefect_port={prefect}", f"mlflow_port={mlflow}"]
@@ -160,6 +164,7 @@ def test_ui_starts_both_servers_and_stops_them(tmp_path):
         assert psutil.wait_procs(children, timeout=15)[1] == []
 
 
+@pytest.mark.nightly
 def test_both_servers_end_with_a_ui_that_is_killed(tmp_path):
     prefect, mlflow, log = free_port(), free_port(), tmp_path / "ui.log"
     words = ["-m", "flows.ui", str(tmp_path), f"prefect_port={prefect}", f"mlflow_port={mlflow}"]
@@ -175,6 +180,7 @@ def test_both_servers_end_with_a_ui_that_is_killed(tmp_path):
                 child.kill()
 
 
+@pytest.mark.nightly
 def test_ui_refuses_a_port_in_use(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -312,6 +318,7 @@ SMOKE, LONG = (
 )
 
 
+@pytest.mark.slow
 def test_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(deployed):
     """Worker and flow are killed. A run that is cancelled then leaves no process."""
     pending = deployed.order("ingest/ingest")
@@ -343,6 +350,7 @@ def test_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(deployed):
     until(lambda: deployed.state(pending) == "CRASHED")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "parameters",
     [{"force": "maybe"}, {"config": {"name": "a", "seed": "x"}}, {"config": {"training": {"epochs": 0}}}, {"config": {"colour": 1}}],
@@ -354,6 +362,7 @@ def test_parameters_of_a_wrong_kind_range_or_name_make_no_run(deployed, paramete
     assert len(deployed.runs("train/train")) == before
 
 
+@pytest.mark.nightly
 def test_an_ingest_and_the_training_it_starts_outlive_the_server(deployed):
     """While a model trains, the database is locked for 30 seconds. Then the server is killed and restarted.
 

@@ -30,7 +30,6 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
 
-pytestmark = pytest.mark.slow
 DAYS, DAY_ROWS = 4, 150
 BIG = 2**62
 DEFAULTS = {"num_share": 0.25, "cat_city": "Oslo", "list_items": [BIG, 7]}
@@ -193,6 +192,7 @@ def as_inputs(columns: dict[str, list[Any]]) -> dict[str, Any]:
 FORMS = [as_split, as_records, as_inputs]
 
 
+@pytest.mark.slow
 def test_trainer_pyfunc_and_server_give_the_same_scores(served):
     assert len(served.probe) == DAY_ROWS
     assert all(served.rows.column(name).null_count for name in served.loaded.columns)
@@ -206,6 +206,7 @@ def test_trainer_pyfunc_and_server_give_the_same_scores(served):
         assert np.abs(served.pyfunc.predict(rows)["probability"] - expected).max() <= 1e-12
 
 
+@pytest.mark.slow
 def test_rows_unlike_any_of_training(served):
     """Unknown ids and strings, nulls, empty and long lists score as the same rows in the warehouse would."""
     odd = {
@@ -226,6 +227,7 @@ def test_rows_unlike_any_of_training(served):
     assert short.tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_missing_columns_take_the_default_extra_ones_are_ignored(served, form):
     columns = served.columns(served.rows.slice(0, 3))
@@ -238,6 +240,7 @@ def test_missing_columns_take_the_default_extra_ones_are_ignored(served, form):
     assert served.scores(form(columns | bad)) == expected
 
 
+@pytest.mark.slow
 def test_no_rows(served):
     for body in (as_split({name: [] for name in served.columns()}), as_inputs({name: [] for name in served.columns()})):
         assert served.ask(body) == (200, {"predictions": []})
@@ -246,6 +249,7 @@ def test_no_rows(served):
     assert "Add them; a batch without rows names them, too." in answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -267,6 +271,7 @@ def test_bad_rows_are_refused_with_the_reason(served, change, sentence):
         assert sentence in json.loads(answer)["message"], form
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "body",
     [
@@ -282,6 +287,7 @@ def test_malformed_requests_are_refused(served, body):
     assert (status, bool(json.loads(answer)["message"])) == (400, True), answer
 
 
+@pytest.mark.slow
 def test_json_without_a_number(served):
     """NaN and infinity are not JSON, but Python reads them. NaN is missing, and the plan has a rule for infinity."""
     columns = served.columns(served.rows.slice(0, 3))
@@ -291,5 +297,6 @@ def test_json_without_a_number(served):
     assert all(map(math.isfinite, served.scores(as_inputs(columns | {"num_share": [math.inf, -math.inf, 1e308]}))))
 
 
+@pytest.mark.slow
 def test_other_kinds_of_content_are_refused(served):
     assert served.ask(b"a", "text/plain")[0] == 415

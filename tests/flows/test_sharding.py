@@ -52,7 +52,7 @@ def test_a_refused_plan_gives_the_reason(result: dict[str, Any]) -> None:
     assert "expected CUDA devices, got cpu" in refused["table_wise", "memory_balanced"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_run_has_a_table_and_a_plot(result: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(home))
     client = Workspace(load("configs/smoke.yaml")).tracking.client

@@ -22,7 +22,7 @@ from tests.objects import Store, serving_objects
 from tests.ports import free_port
 from tests.postgres import serving_postgres
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, DAYS = 400, ("2025-01-06", "2025-01-07", "2025-01-08")
 EPOCHS = 30
@@ -66,6 +66,7 @@ def run_on(home: Path, catalog: dict[str, str], flow: str = "ingest", *words: st
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_two_ingests_of_the_same_days_write_them_once(catalog: dict[str, str], tmp_path: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(catalog=catalog), tmp_path / "mine")
     engine = warehouse.catalog.engine  # type: ignore[attr-defined]
@@ -99,6 +100,7 @@ OWN = "name=moved"
 """A table of its own: other tests write the table of the config."""
 
 
+@pytest.mark.nightly
 def test_another_machine_continues_a_training_whose_machine_is_lost(
     catalog: dict[str, str], store: Store, tmp_path: Path
 ) -> None:
@@ -149,6 +151,7 @@ def test_another_machine_continues_a_training_whose_machine_is_lost(
     assert Path(exported["path"]).is_relative_to(third)
 
 
+@pytest.mark.nightly
 def test_ranks_of_torchrun_keep_their_checkpoints_in_the_store(
     catalog: dict[str, str], store: Store, tmp_path: Path
 ) -> None:

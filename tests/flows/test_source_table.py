@@ -57,6 +57,7 @@ def keys(theirs: Catalog, tmp_path: Path) -> dict[str, Any]:
     return SOURCE | {"warehouse": {"catalog": dict(theirs.properties), "namespace": tmp_path.name}}
 
 
+@pytest.mark.slow
 def test_training_on_a_table_gives_the_model_of_an_ingest(
     at_home: Path, theirs: Catalog, keys: Any, smoke: Any
 ) -> None:
@@ -71,6 +72,7 @@ def test_training_on_a_table_gives_the_model_of_an_ingest(
     assert [name[-1] for name in own.catalog.list_tables(own.config.namespace)] == ["theirs_profile"]
 
 
+@pytest.mark.nightly
 def test_days_are_checked_on_first_sight_and_after_each_change(
     at_home: Path, theirs: Catalog, keys: Any, plain: Any
 ) -> None:
@@ -91,6 +93,7 @@ def test_days_are_checked_on_first_sight_and_after_each_change(
         ingest(CONFIG, keys | {"ingest.checks": {"key": "cat_user", "duplicates": "quarantine"}}, force=True)
 
 
+@pytest.mark.nightly
 def test_scores_and_suggestions_come_from_the_table(at_home: Path, theirs: Catalog, keys: Any, plain: Any) -> None:
     end_to_end(CONFIG, keys)
     scored = score(CONFIG, keys, start=datetime.date(2025, 1, 9))

@@ -94,7 +94,7 @@ def test_odd_files_are_read_by_what_the_file_of_the_suggestion_says(command, tmp
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_trials_put_the_best_values_into_the_file(command, tmp_path):
     rows = pd.DataFrame({"user": [i % 40 for i in range(900)], "age": [float(i * i % 1_000) for i in range(900)]})
     rows["label"] = ((rows.index % 40) * 7 % 11 < 4).astype(int)

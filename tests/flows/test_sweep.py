@@ -275,7 +275,7 @@ def trials_of(tracker, result: dict) -> list[dict]:
     return tracker.read_json(result["mlflow_run_id"], "trials.json")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_candidate_stopped_early_ends_at_once_and_can_resume(smoke, copied):
     config = load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5})
     job = SearchJob(identity="x" * 32, folder=str(copied), snapshot=snapshot_of(smoke))

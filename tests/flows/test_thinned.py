@@ -26,7 +26,7 @@ THINNED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, plain, tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
     result = end_to_end(config=CONFIG, overrides=THINNED)

@@ -226,7 +226,7 @@ def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied, 
     assert (code, again["status"], again["eval"]) == (0, "skipped", result["eval"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_force_trains_the_same_weights_into_a_challenger(smoke, command, copied):
     code, result, _ = command(train, CONFIG, "force=true", "evaluation.importance_rows=null", home=copied)
     assert code == 0
@@ -419,7 +419,7 @@ def test_few_bad_labels_are_counted(command, tmp_path):
     assert result["quarantined"] == {"label is not 0 or 1": 1, "label is null": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "words",
     [
@@ -538,7 +538,7 @@ def test_unreadable_rows_are_quarantined_if_configured(command, corrupt_home):
     assert resolve_job(Workspace(load(CONFIG, job | quarantine)), None, False).done is not None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_unreadable_rows_end_the_training(command, corrupt_home):
     home, file = corrupt_home
     code, result, log = command(train, CONFIG, *QUARANTINE, home=home)

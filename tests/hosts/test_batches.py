@@ -18,7 +18,6 @@ from tests.hosts.rig import Host, Network
 from tests.hosts.served import hashes
 from tests.pipeline.preprocessing.reference import CONFIG, eventually
 
-pytestmark = pytest.mark.slow
 RANKS = 2
 SERVED = (sys.executable, "-W", "ignore", "-m", "tests.hosts.served")
 
@@ -47,6 +46,7 @@ def lines(process: "subprocess.Popen[str]") -> Iterator[str]:
         yield line.strip()
 
 
+@pytest.mark.slow
 def test_batches_survive_a_cut_link_and_the_loss_of_a_host(
     cluster: Cluster, data: DataSpec, expected: list[list[str]], tmp_path: Path
 ) -> None:
@@ -74,6 +74,7 @@ def test_batches_survive_a_cut_link_and_the_loss_of_a_host(
     assert json.loads(list(lines(service))[-1])["restarts"] >= 1
 
 
+@pytest.mark.nightly
 def test_a_rank_of_another_host_with_a_wrong_token_is_refused(
     make_network: Callable[[], Network], data: DataSpec, expected: list[list[str]], tmp_path: Path
 ) -> None:

@@ -18,8 +18,6 @@ from pipeline.training.launch.processes import Event, Limits
 from tests.hosts.rig import ROOT, Host, Network
 from tests.pipeline.conftest import SETTINGS, Run
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def hosts(make_network: Callable[[], Network]) -> tuple[Host, Host]:
@@ -45,6 +43,7 @@ def torchrun(hosts: Sequence[Host], command: str, folder: Path) -> "list[subproc
     return agents
 
 
+@pytest.mark.slow
 def test_tables_that_each_host_divides_among_its_ranks_train_as_whole_ones(
     hosts: tuple[Host, Host], rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -68,6 +67,7 @@ def test_tables_that_each_host_divides_among_its_ranks_train_as_whole_ones(
     assert not (Path(spec.folder) / EVENTS).exists()
 
 
+@pytest.mark.nightly
 def test_ranks_on_other_hosts_than_the_config_says_are_refused(
     hosts: tuple[Host, Host], rank_spec: Callable[..., RankSpec], tmp_path: Path
 ) -> None:
@@ -89,6 +89,7 @@ def test_ranks_on_other_hosts_than_the_config_says_are_refused(
     )
 
 
+@pytest.mark.nightly
 def test_ranks_of_torchrun_that_die_are_restarted(
     hosts: tuple[Host, Host], rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def kill_ranks(agent: "subprocess.Popen[bytes]") -> None:
                 process.kill()
 
 
+@pytest.mark.nightly
 def test_a_master_that_is_loopback_on_its_host_is_refused(
     hosts: tuple[Host, Host], rank_spec: Callable[..., RankSpec], tmp_path: Path
 ) -> None:

@@ -10,9 +10,8 @@ import pytest
 from tests.hosts.cluster import Cluster
 from tests.hosts.rig import ROOT
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.nightly
 def test_the_smoke_run_trains_and_evaluates_on_two_hosts_of_a_ray_cluster(cluster: Cluster, tmp_path: Path) -> None:
     """So few rows would be evaluated on the head. A test of the evaluation compares the two."""
     text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")

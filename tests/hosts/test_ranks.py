@@ -19,7 +19,6 @@ from tests.hosts.rig import Network
 from tests.objects import SERVE, Store
 from tests.pipeline.conftest import SETTINGS, Run, completed
 
-pytestmark = pytest.mark.slow
 MAKE_BUCKET = """
 import boto3, os, time
 from botocore.exceptions import EndpointConnectionError
@@ -37,6 +36,7 @@ print(json.dumps([one["Key"] for one in boto3.client("s3").list_objects_v2(Bucke
 """
 
 
+@pytest.mark.nightly
 def test_ranks_on_two_hosts_without_a_common_folder_train_as_processes_of_one(
     cluster: Cluster, rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:
@@ -86,6 +86,7 @@ def test_ranks_on_two_hosts_without_a_common_folder_train_as_processes_of_one(
     assert [one for one in left if "/grown-" in one] == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fate", ["lost", "replaced"])
 def test_a_training_in_lanes_outlives_a_host(
     fate: str, make_network: Callable[[], Network], rank_spec: Callable[..., RankSpec], tmp_path: Path
@@ -132,6 +133,7 @@ def without_lists(spec: RankSpec, folder: str, source: Path | str, store: str | 
     return spec.model_copy(update={**parts, "folder": folder, "start": start})
 
 
+@pytest.mark.nightly
 def test_workers_and_ranks_run_where_their_resources_and_labels_are(cluster: Cluster, tmp_path: Path) -> None:
     found = json.loads(cluster.run("tests.hosts.placed", str(tmp_path), cluster.address).splitlines()[-1])
     assert found.pop("two ranks on each") in (["one"] * 2 + ["two"] * 2, ["two"] * 2 + ["one"] * 2)

@@ -11,8 +11,6 @@ import pytest
 
 from tests.hosts.rig import Host, Network
 
-pytestmark = pytest.mark.slow
-
 RESOLVE = "import socket; print(socket.gethostname(), socket.gethostbyname(socket.gethostname()))"
 LISTEN = """
 import socket, sys
@@ -45,10 +43,12 @@ def python(host: Host, code: str, *words: str) -> str:
     return host.run([sys.executable, "-c", code, *words])
 
 
+@pytest.mark.nightly
 def test_the_name_of_a_host_resolves_to_its_loopback(hosts: tuple[Host, Host]) -> None:
     assert [python(host, RESOLVE).split() for host in hosts] == [["one", "127.0.1.1"], ["two", "127.0.1.1"]]
 
 
+@pytest.mark.nightly
 def test_hosts_reach_each_other_by_address_alone(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     assert python(two, CONNECT, one.address) == "hello\n"
@@ -59,6 +59,7 @@ def test_hosts_reach_each_other_by_address_alone(hosts: tuple[Host, Host]) -> No
     assert [host.run(["ls", "/tmp"]).split().count("mine") for host in hosts] == [1, 0]
 
 
+@pytest.mark.nightly
 def test_a_link_that_was_cut_carries_again(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     one.set_link(up=False)
@@ -75,6 +76,7 @@ def test_a_link_that_was_cut_carries_again(hosts: tuple[Host, Host]) -> None:
                 raise
 
 
+@pytest.mark.nightly
 def test_killing_a_host_ends_all_its_processes_and_no_others(hosts: tuple[Host, Host]) -> None:
     one, two = hosts
     there = [psutil.Process(pid) for pid in _pids(one)]

@@ -13,7 +13,7 @@ from tests.pipeline.conftest import Run, completed, completed_here
 from tests.pipeline.preprocessing.reference import in_sessions
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("settings", [{"world_size": 1}, {"world_size": 2, "sharding": "row_wise"}], ids=str)
 def test_shared_lists_give_the_weights_of_separate_lists(
     rank_spec: Callable[..., RankSpec],

@@ -21,7 +21,6 @@ from storage.query import connect
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
 
-pytestmark = pytest.mark.slow
 NAMES = ("a.csv", "day=1/a.csv", "day=1/b.csv", "day=2/deep/c.csv", "day=2/x [1]*?.csv", "d.csv/e.csv", "unlike/a.txt")
 
 
@@ -41,6 +40,7 @@ def store(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stor
         yield one
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "pattern",
     ["*.csv", "*/*.csv", "day=[12]/*", "day=?/a.csv", "**/*.csv", "day=2/**/*.csv", "d*/*", "a.csv", "day=1", "*/no"],
@@ -53,6 +53,7 @@ def test_a_pattern_finds_what_it_finds_on_a_disk(store: Store, tree: Path, patte
     assert [one.size for one in found] == [by_name[one.address.removeprefix("s3://logs/in/")] for one in found]
 
 
+@pytest.mark.slow
 def test_duckdb_reads_given_objects_and_no_others(store: Store, tree: Path, tmp_path: Path) -> None:
     files = find_objects("s3://logs/in/day=*/*.csv", store.properties)
     allowed = [*map(str, files), *map(as_pattern, files)]
@@ -67,6 +68,7 @@ def test_duckdb_reads_given_objects_and_no_others(store: Store, tree: Path, tmp_
             connection.read_csv("s3://logs/in/a.csv").fetchall()
 
 
+@pytest.mark.nightly
 def test_access_comes_from_the_environment_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in store.variables.items():
         monkeypatch.setenv(name, value)
@@ -75,6 +77,7 @@ def test_access_comes_from_the_environment_too(store: Store, monkeypatch: pytest
     assert len(find_files(["s3://logs/in/*.csv", "s3://logs/in/a.csv"], Path(), "source.path")) == 1
 
 
+@pytest.mark.nightly
 def test_a_changed_object_has_another_stamp(store: Store) -> None:
     before = find_objects("s3://logs/in/a.csv", store.properties)
     assert isinstance(before[0], ObjectFile)
@@ -84,6 +87,7 @@ def test_a_changed_object_has_another_stamp(store: Store) -> None:
     store.client().put_object(Bucket=store.bucket, Key="in/a.csv", Body=b"number,word\n0,a\n")
 
 
+@pytest.mark.nightly
 def test_a_store_that_does_not_answer_is_not_an_empty_one(store: Store) -> None:
     with pytest.raises(StorageError, match=r"expected a store that answers, got .*Could not connect"):
         find_objects("s3://logs/in/*.csv", store.properties | {"s3.endpoint": "http://127.0.0.1:9"})
@@ -143,6 +147,7 @@ def serving(kind: type[Gateway], store: Store, monkeypatch: pytest.MonkeyPatch) 
         thread.join()
 
 
+@pytest.mark.nightly
 def test_a_store_that_wants_lengths_is_written_to(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CHECKSUMS, raising=False)
     with serving(Gateway, store, monkeypatch) as properties:
@@ -154,6 +159,7 @@ def test_a_store_that_wants_lengths_is_written_to(store: Store, monkeypatch: pyt
     assert ObjectFolder("s3://logs/lengths", store.properties).read("a") == b"2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boto3", [True, False])
 def test_a_file_is_replaced_only_if_it_is_as_it_was_read(
     store: Store, monkeypatch: pytest.MonkeyPatch, boto3: bool
@@ -184,6 +190,7 @@ class Cut(Gateway):
         super()._answer(status, body, headers)
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_replaced_while_it_is_read_is_the_old_or_the_new_one(store: Store) -> None:
     folder, contents = ObjectFolder("s3://logs/replaced", store.properties), [b"a" * 1_000, b"b" * 3_000]
     folder.write("file", contents[0])
@@ -205,6 +212,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_the_old_or_the_new_one(stor
     assert {content for content in found if content is not None} == set(contents)
 
 
+@pytest.mark.nightly
 def test_a_write_whose_answer_was_lost_is_not_taken_for_that_of_another(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +237,7 @@ class Away(Gateway):
         super()._answer(status, body, headers)
 
 
+@pytest.mark.nightly
 def test_a_patient_request_outlives_a_store_that_is_away(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """boto3 waits as long as pyarrow does. Here it only counts for how long it would."""
     waits: list[float] = []
@@ -263,6 +272,7 @@ class Stubborn(Gateway):
         self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
 
 
+@pytest.mark.nightly
 def test_a_store_without_preconditions_is_written_to_and_one_that_refuses_all_is_an_error(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,12 +290,14 @@ def test_a_store_without_preconditions_is_written_to_and_one_that_refuses_all_is
         away.swap("a", b"2", b"3")
 
 
+@pytest.mark.nightly
 def test_access_that_boto3_is_not_told_of_is_not_used_with_it(store: Store) -> None:
     role = store.properties | {"s3.role-arn": "arn:aws:iam::1:role/x"}
     assert objects._s3_client("s3://logs/a", role) is objects._s3_client("gs://logs/a", store.properties) is None
     assert objects._s3_client("s3a://logs/a", store.properties) is not None
 
 
+@pytest.mark.nightly
 def test_amazon_is_written_to_as_its_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CHECKSUMS, raising=False)
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
@@ -297,6 +309,7 @@ def test_amazon_is_written_to_as_its_library_does(monkeypatch: pytest.MonkeyPatc
     assert os.environ[CHECKSUMS] == "when_supported"
 
 
+@pytest.mark.nightly
 def test_an_endpoint_of_pyicebergs_own_settings_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CHECKSUMS, raising=False)
     monkeypatch.setenv("PYICEBERG_CATALOG__DLRM__S3__ENDPOINT", "http://127.0.0.1:9")

@@ -70,6 +70,7 @@ def arrays(evaluation):
     return [array.tolist() for one in sums for array in vars(one).values()], sliced.members.codes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_order_of_arrival_changes_no_bit(parts, tmp_path, weighted):
     """Portions from several processes arrive in any order. Five orders are tried."""
@@ -136,6 +137,7 @@ def test_slices_against_a_filter(parts):
         assert part.small == (part.value == "(null)")
 
 
+@pytest.mark.nightly
 def test_the_interval_of_a_slice_is_that_of_a_bootstrap(parts):
     report = reported(parts, EvaluationConfig(slices=("country",)))
     labels, probabilities, extra = whole(parts)
@@ -217,6 +219,7 @@ def test_plots_show_the_values_they_are_given(parts):
     assert len(plots.roc(report).axes[0].get_lines()[1].get_xdata()) == len(report.roc)
 
 
+@pytest.mark.nightly
 def test_any_report_can_be_drawn():
     """Missing predictions, and slice values that look like formulas."""
     labels, odd = np.array([0.0, 1.0] * 40), pa.array(["$10_$20", "$\\x$", "a\nb", None] * 20)

@@ -22,7 +22,7 @@ def test_pairs_of_equal_quality_are_rarely_called_different():
     assert false_alarms(200, 20_000) <= 18
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_half_a_percent_is_found_on_200000_rows():
     assert promoted(40, 200_000, 0.005) >= 36
 
@@ -35,6 +35,7 @@ def test_the_difference_is_that_of_the_two_nes():
     assert (swapped.low, swapped.high) == pytest.approx((-found.high, -found.low))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clustered", [False, True])
 def test_the_interval_is_that_of_a_bootstrap(clustered):
     """Returns the NE of both models for each of two thousand resamples of the units."""

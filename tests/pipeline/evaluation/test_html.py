@@ -116,6 +116,7 @@ def test_values_do_not_become_markup(one):
     assert any(row[0] == "country = <b>A</b>" for row in page.rows)
 
 
+@pytest.mark.nightly
 def test_two_runs_stand_side_by_side(one):
     other = record("ads version 4", 0.2, colour="red")
     page = Page(text := render_report([one, other]))
@@ -135,6 +136,7 @@ def test_two_runs_stand_side_by_side(one):
     assert f"ads version 3 has the lower NE, which is better: by {-apart:.4f} below ads version 4." in text
 
 
+@pytest.mark.nightly
 def test_the_interval_of_a_difference_is_that_of_the_gate(one):
     """The sign is that of the first run less the second, whichever of them was the champion."""
     champion, other = (record(f"ads version {number}", 0.2 * number) for number in (0, 1))

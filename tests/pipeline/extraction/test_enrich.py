@@ -169,7 +169,7 @@ enrich((SOURCE,), Warehouse(CONFIG, home), "t", home.parent)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("at", "when"), [(1, "before"), (2, "after"), (3, "before")])
 def test_a_killed_backfill_resumes(at, when, warehouse):
     home, undisturbed = warehouse.home, on_disk(warehouse.home)

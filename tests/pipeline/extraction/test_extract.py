@@ -416,7 +416,7 @@ print(result.rows, peak.split()[1])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_log(tmp_path: Path) -> None:
     def rows_and_peak(rows_per_day: int) -> tuple[int, int]:
         folder = tmp_path / str(rows_per_day)

@@ -18,7 +18,6 @@ from storage.errors import StorageError
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
 
-pytestmark = pytest.mark.slow
 BASE = pd.Timestamp("2024-01-01 08:00")
 
 
@@ -55,6 +54,7 @@ def make_source(root: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_rows_days_and_a_second_ingest_are_as_from_a_disk(
     store: Store, logs: Path, ingest: Any, stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +71,7 @@ def test_rows_days_and_a_second_ingest_are_as_from_a_disk(
     assert not list((tmp_path / "remote").rglob("*.parquet"))
 
 
+@pytest.mark.nightly
 def test_a_joined_source_is_read_from_the_store_and_may_not_change_meanwhile(
     store: Store, logs: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_joined_source_is_read_from_the_store_and_may_not_change_meanwhile(
         list(source.rows(None, ["age"]))
 
 
+@pytest.mark.nightly
 def test_a_store_that_is_lost_meanwhile_is_named_and_the_run_may_try_again(
     logs: Path, ingest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

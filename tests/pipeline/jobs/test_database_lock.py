@@ -17,8 +17,6 @@ from sqlalchemy import create_engine, event, text
 from pipeline.jobs.database_lock import database_lock
 from tests.postgres import serving_postgres
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
@@ -26,6 +24,7 @@ def address() -> Iterator[str]:
         yield found
 
 
+@pytest.mark.slow
 def test_blocks_of_many_holders_never_overlap(address: str, tmp_path: Path) -> None:
     """Each adds 1 to a number in a file, with a pause between reading and writing."""
     number = tmp_path / "number"
@@ -54,6 +53,7 @@ def _hold(address: str, held: "multiprocessing.synchronize.Event") -> None:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_killed_holder_loses_its_lock_and_is_named_before(address: str) -> None:
     spawn = multiprocessing.get_context("spawn")
     held = spawn.Event()
@@ -80,6 +80,7 @@ def _take_and_leave(address: str, names: list[str]) -> None:
         names.append("mine")
 
 
+@pytest.mark.nightly
 def test_other_work_does_not_wait(address: str) -> None:
     engine = create_engine(address)
     with ExitStack() as both:
@@ -89,6 +90,7 @@ def test_other_work_does_not_wait(address: str) -> None:
         assert connection.execute(text("show application_name")).scalar() == ""
 
 
+@pytest.mark.nightly
 def test_postgres_asks_within_a_minute_whether_the_machine_is_there(address: str) -> None:
     engine, opened = create_engine(address), list[Any]()
     event.listen(engine, "connect", lambda connection, record: opened.append(connection))
@@ -101,6 +103,7 @@ def test_postgres_asks_within_a_minute_whether_the_machine_is_there(address: str
         assert cursor.fetchone() == (60,)
 
 
+@pytest.mark.nightly
 def test_a_lock_whose_connection_was_lost_is_said(address: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "dlrm")
     engine = create_engine(address)
@@ -113,6 +116,7 @@ def test_a_lock_whose_connection_was_lost_is_said(address: str, caplog: pytest.L
     assert "the lock of the train was lost, and another may have done the same work: " in caplog.text
 
 
+@pytest.mark.nightly
 def test_an_error_of_the_work_matters_more_than_a_lost_lock(address: str) -> None:
     engine = create_engine(address)
 
@@ -125,6 +129,7 @@ def test_an_error_of_the_work_matters_more_than_a_lost_lock(address: str) -> Non
         fail()
 
 
+@pytest.mark.nightly
 def test_a_user_who_may_only_read_has_locks_as_well(address: str) -> None:
     with create_engine(address).begin() as connection:
         connection.execute(text("create role reader login"))

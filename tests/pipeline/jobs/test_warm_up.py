@@ -9,6 +9,7 @@ import pytest
 from pipeline.config.files import ROOT
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("uri", "loaded"), [(None, True), ("http://127.0.0.1:9", False)])
 def test_the_sql_store_of_mlflow_is_loaded_where_a_training_opens_it(uri: str | None, loaded: bool) -> None:
     code = f"""

@@ -49,7 +49,7 @@ from tests.segments import left_since, segments
 Serve = Callable[..., Service]
 
 
-@pytest.fixture(params=["memory", pytest.param("network", marks=pytest.mark.slow)])
+@pytest.fixture(params=["memory", pytest.param("network", marks=pytest.mark.nightly)])
 def transport(request: pytest.FixtureRequest) -> str:
     """Every fault is survived alike, whatever carries the batches."""
     name: str = request.param
@@ -123,10 +123,10 @@ def resume(pid: int) -> None:
     ("seed", "count", "killed"),
     [
         (0, 2, 1),
-        pytest.param(1, 2, 2, marks=pytest.mark.slow),
-        pytest.param(2, 4, 3, marks=pytest.mark.slow),
-        pytest.param(3, 3, 1, marks=pytest.mark.slow),
-        pytest.param(4, 1, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, 2, marks=pytest.mark.nightly),
+        pytest.param(2, 4, 3, marks=pytest.mark.nightly),
+        pytest.param(3, 3, 1, marks=pytest.mark.nightly),
+        pytest.param(4, 1, 1, marks=pytest.mark.nightly),
     ],
 )
 def test_killed_workers(
@@ -146,7 +146,7 @@ def test_killed_workers(
     assert service.totals.quarantined == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_workers_killed_before_they_are_ready(
     masters: list[Master], serve: Serve, data: DataSpec, days: list[pa.Table]
 ) -> None:
@@ -159,7 +159,7 @@ def test_workers_killed_before_they_are_ready(
     assert service.totals.restarts == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_restart_limit_ends_the_run(serve: Serve, tight: dict[str, Any], data: DataSpec) -> None:
     service = serve(1, restart_limit=1, **tight)
     last: list[int] = []
@@ -184,7 +184,7 @@ def test_the_restart_limit_ends_the_run(serve: Serve, tight: dict[str, Any], dat
 # -- 15: workers fall silent, or are slow -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("stopped", [1, 2])
 def test_stopped_workers_are_replaced(
     stopped: int,
@@ -222,7 +222,7 @@ def test_a_stragglers_work_is_done_twice_and_its_late_result_dropped(
     assert service.totals.restarts == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("transport", ["network"])
 def test_a_worker_that_does_not_serve_what_it_keeps_is_replaced(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
@@ -258,7 +258,7 @@ def slowed(pid: int, share: float) -> Iterator[None]:
         resume(pid)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_twenty_times_slower(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,7 +305,7 @@ def _with(first: Batch, batches: Iterator[Batch]) -> Iterator[Batch]:
     yield from batches
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_work_that_hangs_ends_the_run_and_is_named(
     serve: Serve, hung: Callable[..., tuple[Service, Iterator[Batch], Path]]
 ) -> None:
@@ -320,7 +320,7 @@ def test_work_that_hangs_ends_the_run_and_is_named(
     assert service.totals.restarts >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_work_that_hangs_can_be_quarantined(
     serve: Serve, hung: Callable[..., tuple[Service, Iterator[Batch], Path]], days: list[pa.Table], data: DataSpec
 ) -> None:
@@ -360,7 +360,7 @@ def poisoned(
     return spec, tables, file, said
 
 
-@pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.nightly)])
 def test_a_poison_split_fails_after_its_attempts(
     executor: str, poisoned: tuple[DataSpec, list[pa.Table], Path, str], serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +381,7 @@ def test_a_poison_split_fails_after_its_attempts(
     assert service.totals.restarts == 0
 
 
-@pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.nightly)])
 def test_a_poison_split_is_quarantined(
     executor: str, poisoned: tuple[DataSpec, list[pa.Table], Path, str], serve: Serve
 ) -> None:
@@ -470,7 +470,7 @@ def at_rest(master: Master) -> None:
     eventually(resting)
 
 
-@pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("executor", ["inline", pytest.param("process", marks=pytest.mark.nightly)])
 def test_too_little_memory_is_an_error(executor: str, serve: Serve, tight: dict[str, Any], data: DataSpec) -> None:
     service = serve(1, executor=executor, memory_bytes=12_000)
     with pytest.raises(ContractError) as caught:
@@ -484,7 +484,7 @@ def test_too_little_memory_is_an_error(executor: str, serve: Serve, tight: dict[
 
 
 @pytest.mark.parametrize(
-    ("executor", "apart"), [("inline", 4_000), pytest.param("process", 16_000, marks=pytest.mark.slow)]
+    ("executor", "apart"), [("inline", 4_000), pytest.param("process", 16_000, marks=pytest.mark.nightly)]
 )
 def test_memory_that_becomes_too_little_is_an_error_too(
     executor: str, apart: int, serve: Serve, tight: dict[str, Any], data: DataSpec
@@ -507,7 +507,7 @@ def test_memory_that_becomes_too_little_is_an_error_too(
     assert late
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_slow_source_shows_in_the_time_waited(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch
 ) -> None:

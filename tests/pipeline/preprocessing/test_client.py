@@ -202,9 +202,9 @@ def test_resume_gives_the_remaining_rows(source: BatchSource, spec: DataSpec, se
     "chain",
     [
         [("process", 1), ("inline", 2), ("process", 3)],
-        pytest.param([("process", 1), ("inline", 2), ("ray", 1)], marks=pytest.mark.slow),
-        pytest.param([("process x4", 2), ("ray", 3), ("process x1", 1), ("inline", 7)], marks=pytest.mark.slow),
-        pytest.param([("ray", 2), ("process x1", 3), ("process x4", 1)], marks=pytest.mark.slow),
+        pytest.param([("process", 1), ("inline", 2), ("ray", 1)], marks=pytest.mark.nightly),
+        pytest.param([("process x4", 2), ("ray", 3), ("process x1", 1), ("inline", 7)], marks=pytest.mark.nightly),
+        pytest.param([("ray", 2), ("process x1", 3), ("process x4", 1)], marks=pytest.mark.nightly),
     ],
     ids=lambda chain: ", ".join(f"{name} W={world_size}" for name, world_size in chain),
 )
@@ -224,7 +224,7 @@ def test_resume_under_another_executor_worker_count_and_world_size(
         assert all_equal(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_epoch_drained_on_ray_is_that_of_this_process(
     sources: Callable[[str], BatchSource], data: DataSpec, tmp_path: Path
 ) -> None:

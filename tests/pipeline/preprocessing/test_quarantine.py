@@ -71,6 +71,7 @@ def test_only_the_row_group_that_cannot_be_read_is_lost(whole: DataSpec, days: l
         assert len(set(numbers(found))) == len(numbers(found)) == ROWS - rows
 
 
+@pytest.mark.nightly
 def test_a_resumed_epoch_goes_on_in_the_order_without_the_lost_rows(whole: DataSpec) -> None:
     """From every batch on, with other splits, and also if the file was restored in the meantime."""
     order = numbers(reading(whole).batches())
@@ -110,6 +111,7 @@ def test_what_was_lost_is_passed_on_to_the_next_epoch(whole: DataSpec, serve: Ca
         assert reader.lost[:1] == first
 
 
+@pytest.mark.slow
 def test_a_file_that_breaks_among_rows_that_are_half_trained_ends_the_run(whole: DataSpec) -> None:
     """Which of its rows were trained cannot be told any more. Files of later windows are quarantined."""
     found = list(reading(whole).batches())

@@ -45,7 +45,7 @@ def test_actors_are_killed_and_stopped(data: DataSpec, tmp_path: Path, tight: di
     eventually(lambda: not left(), 90.0, "processes of Ray are left")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_a_process_starts_one_cluster_after_another(data: DataSpec, tmp_path: Path) -> None:
     """Ray writes the folder of a cluster into the settings that it is given, and the folder goes with the cluster."""

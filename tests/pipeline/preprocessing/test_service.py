@@ -286,7 +286,8 @@ def test_many_small_batches_do_not_block_the_master(
     assert sum(share.weights.sum() for shares in zip(ahead, behind, strict=False) for share in shares) >= 2479
 
 
-@pytest.mark.parametrize("taken", [1, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("taken", [1, pytest.param(7, marks=pytest.mark.nightly)])
 def test_a_client_that_is_killed_does_not_hurt_a_later_one(
     taken: int, masters: list[Master], serve: Serve, data: DataSpec, days: list[pa.Table], tmp_path: Path
 ) -> None:

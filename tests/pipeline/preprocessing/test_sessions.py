@@ -60,7 +60,7 @@ def once(plain: DataSpec) -> DataSpec:
     return plain.model_copy(update={"deduplicate": GROUP})
 
 
-@pytest.fixture(scope="module", params=["inline", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["inline", pytest.param("process", marks=pytest.mark.nightly)])
 def source(
     plain: DataSpec, once: DataSpec, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[BatchSource]:

@@ -169,6 +169,7 @@ def test_nothing_outlives_the_parent(tmp_path: Path, when: str) -> None:
     assert psutil.wait_procs(family, timeout=20)[1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["pipeline.jobs.training.rank.main", "pipeline.preprocessing.executors"])
 def test_imports_leave_no_thread_that_a_fork_would_lose(module: str) -> None:
     """But for two kinds that know forks: those of OpenBLAS, of which one core has none, and jemalloc's own."""

@@ -74,6 +74,7 @@ def count_finished(rows: pa.Table, log: pa.Table) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_lists_and_windows_are_those_of_a_loop_over_the_rows(folder, log, rows, tmp_path):
     """Rows without a user or a time have no events. With the same values in the rows, the scores are the same bits."""
     given = str(tmp_path / "?.parquet")
@@ -121,6 +122,7 @@ def test_logs_that_do_not_fit_are_refused(logs, sentence, folder, log, tmp_path,
     assert sentence in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_a_log_may_be_a_table_and_its_key_a_date(log, rows, exported, tmp_path):
     """Callers send a date as a time."""
     born = {"born": pa.array([date(2000, 1, 1) + timedelta(user) for user in range(30)])}

@@ -102,7 +102,7 @@ def test_metrics_wait_for_an_unreachable_server(tracker, run_id, tmp_path, monke
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_locked_database_is_waited_for(tracker, home, run_id, tmp_path):
     """Logging and queries wait while another process has locked the database."""
     other = sqlite3.connect(home / "mlflow.db", isolation_level=None)

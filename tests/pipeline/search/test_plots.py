@@ -33,6 +33,7 @@ def search(path, nes: list[float | None]) -> SearchStudy:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "nes",
     [[], [None], [0.9], [0.9, None, None, 0.8, 0.85, 0.95], [0.9] * 6],

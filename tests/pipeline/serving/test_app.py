@@ -351,6 +351,7 @@ class Constant:
         return np.array(rows["rows"].to_pylist(), float) + self.number
 
 
+@pytest.mark.nightly
 def test_an_answer_is_of_one_version_while_versions_change():
     app = serving(Constant(3))
 

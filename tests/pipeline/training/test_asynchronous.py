@@ -179,7 +179,7 @@ def shared_memory(process: int) -> set[str]:
     return {line.split()[4] for line in lines if "memfd:dlrm-shared" in line}
 
 
-@pytest.mark.parametrize(("sync", "number"), [("easgd", 1), pytest.param("hogwild", 0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("sync", "number"), [("easgd", 1), pytest.param("hogwild", 0, marks=pytest.mark.nightly)])
 def test_a_killed_rank_leaves_nothing_and_training_resumes(
     rank_spec: Callable[..., RankSpec], tmp_path: Path, sync: str, number: int
 ) -> None:
@@ -228,7 +228,7 @@ MARGIN = {"hogwild": 0.03, "easgd": 0.02}
 and .009, easgd by .001, .000 and .010. A model that learns nothing has NE 1."""
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_quality_is_near_that_of_synchronous_training(
     rank_spec: Callable[..., RankSpec],
     make_warehouse: Callable[..., DataSpec],

@@ -89,6 +89,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", SAME)
 def test_every_number_of_ranks_and_every_plan_ends_with_the_same_bits(found: dict[str, Found], training: str) -> None:
     """Weights, optimizer state, losses and validation, over whole and short batches."""
@@ -152,6 +153,7 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_lanes_train_like_plain_pytorch(device: torch.device, tmp_path: Path) -> None:
     losses, weights = reference()
     found = trained(Cases(world_size=1, cases={"one": {}}), "one", tmp_path)
@@ -165,6 +167,7 @@ def test_lanes_train_like_plain_pytorch(device: torch.device, tmp_path: Path) ->
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("first", "then"), [(4, 1), (1, 3)])
 def test_a_resumed_training_goes_on_with_other_ranks(
     found: dict[str, Found], tmp_path: Path, first: int, then: int

@@ -159,7 +159,7 @@ def test_fp16_tables_train_nearly_alike(make_trainer: Maker) -> None:
     assert half.progress.first_sight.ne == pytest.approx(exact.progress.first_sight.ne, abs=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_training_is_the_plain_one(make_trainer: Maker) -> None:
     plain, first = train(make_trainer, 20, epochs=2)
     compiled, second = train(make_trainer, 20, epochs=2, compile=True)

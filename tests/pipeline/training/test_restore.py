@@ -29,6 +29,7 @@ from tests.pipeline.training.loops import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "stops"),
     [

@@ -63,6 +63,7 @@ def test_there_is_no_trial_if_bits_depend_on_threads() -> None:
     assert asked == [True]
 
 
+@pytest.mark.nightly
 def test_a_training_that_changes_threads_learns_the_same_weights(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch, two_threads: None
 ) -> None:
@@ -95,6 +96,7 @@ def test_threads_stay_where_weights_could_depend_on_them(
     assert trainer.threads is None
 
 
+@pytest.mark.slow
 def test_a_model_with_other_bits_on_two_threads_is_found(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch, two_threads: None
 ) -> None:

@@ -185,6 +185,7 @@ def test_weights_that_are_not_finite_are_not_saved(make_trainer: Maker, tmp_path
     assert finite_checkpoint(tmp_path / "checkpoints") == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_validation_that_is_not_finite_ends_training(make_trainer: Maker, tmp_path: Path, loss: float) -> None:
     trainer, _ = make_trainer(scripted([0.5, loss]), validate_every_steps=2)

@@ -52,6 +52,7 @@ def test_text_hashes_to_published_fnv1a(text: str, hashed: int) -> None:
     assert sparse_from_arrow("x", pa.array([text])).values.tolist() == [signed(hashed)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("items", "kind", "to_id"),
     [

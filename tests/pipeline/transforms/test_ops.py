@@ -39,6 +39,7 @@ def test_every_op_has_an_example() -> None:
     assert kinds == known_kinds().keys() == {case.op.kind for case in EXAMPLES.values()}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_row_by_row(name: str) -> None:
     case = EXAMPLES[name]
@@ -52,6 +53,7 @@ def test_row_by_row(name: str) -> None:
     check()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_op_keeps_its_contract(name: str) -> None:
     assert_contract(EXAMPLES[name])

@@ -228,6 +228,7 @@ def theirs(file: pq.ParquetFile, data: pa.NativeFile) -> Iterator[pa.RecordBatch
     return file.iter_batches(5, [0], ["number", "ids"], use_threads=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
 @pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"use_dictionary": False}])
 def test_damage_is_an_error_or_what_pyarrow_makes_of_it(path: Path, compression: str, options: dict[str, Any]):

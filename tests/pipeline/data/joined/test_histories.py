@@ -131,6 +131,7 @@ def test_windows_are_those_of_a_join_by_time(delay, action, tmp_path, warehouse)
     assert again == found.select(some)
 
 
+@pytest.mark.nightly
 def test_a_table_of_the_warehouse_is_a_log_and_later_events_are_not_in_its_snapshot(warehouse):
     random = np.random.default_rng(5)
     rows, log = sample_rows(random), events(random)
@@ -183,6 +184,7 @@ Event = tuple[int, int, int]
 """User, second and item."""
 
 
+@pytest.mark.nightly
 @settings(max_examples=25, deadline=None)  # each sorts two logs
 @given(
     early=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 9)), max_size=30),

@@ -133,6 +133,7 @@ def _open(folder: Path, path: Path, slow: bool) -> None:
     assert len(read_key(index, "a", 1, 9)) > 0
 
 
+@pytest.mark.slow
 def test_files_are_made_once_although_a_process_that_makes_them_is_killed(tmp_path: Path) -> None:
     context, folder, path = multiprocessing.get_context("spawn"), tmp_path / "all" / "a", tmp_path / "reads"
     killed = context.Process(target=_open, args=(folder, path, True))

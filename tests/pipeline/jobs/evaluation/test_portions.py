@@ -176,7 +176,7 @@ def test_nodes_of_a_cluster_evaluate_as_this_process_does(
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_errors_of_nodes_arrive_unchanged(cluster: Any, comparison: Comparison) -> None:
     wrong = comparison.model_copy(update={"spec": comparison.spec.model_copy(update={"label": "row"})})
@@ -189,7 +189,7 @@ def test_errors_of_nodes_arrive_unchanged(cluster: Any, comparison: Comparison) 
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_a_broken_champion_does_not_cost_the_model(cluster: Any, comparison: Comparison, tmp_path: Path) -> None:
     broken = pack_copy(comparison, tmp_path)
@@ -208,7 +208,7 @@ def pack_copy(comparison: Comparison, folder: Path) -> Comparison:
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_a_process_that_always_dies_ends_the_evaluation(cluster: Any, comparison: Comparison) -> None:
     with pytest.raises(TrainingError) as caught:
@@ -219,7 +219,7 @@ def test_a_process_that_always_dies_ends_the_evaluation(cluster: Any, comparison
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_a_cluster_without_room_or_answer_is_named(cluster: Any, comparison: Comparison) -> None:
     nowhere = on(cluster) | {"training__resources": {"nowhere": 1}, "training__hang_seconds": 1}

@@ -130,6 +130,7 @@ def test_the_generator_writes_a_log_of_events(open_: Open) -> None:
         load(values, {"source.generator.watched_per_day": 0})
 
 
+@pytest.mark.slow
 def test_only_what_a_row_can_see_makes_another_training(open_: Open) -> None:
     workspace = open_()
     assert ingest_days(workspace, None, force=False)["status"] == "ok"
@@ -142,6 +143,7 @@ def test_only_what_a_row_can_see_makes_another_training(open_: Open) -> None:
     assert pin(workspace) != before
 
 
+@pytest.mark.nightly
 def test_a_day_that_would_lose_a_file_is_held_back(open_: Open, tmp_path: Path) -> None:
     workspace = open_()
     add(workspace, draw(1, 5, 7), "1b.parquet")
@@ -150,6 +152,7 @@ def test_a_day_that_would_lose_a_file_is_held_back(open_: Open, tmp_path: Path) 
     assert (done["days_held"], len(stored(workspace))) == (1, 125)
 
 
+@pytest.mark.nightly
 def test_old_days_leave_the_table_and_do_not_come_back(open_: Open) -> None:
     workspace = open_(keep_days=2)
     ingest_days(workspace, None, force=False)
@@ -162,6 +165,7 @@ def test_old_days_leave_the_table_and_do_not_come_back(open_: Open) -> None:
     assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-04", "2190-01-01"]
 
 
+@pytest.mark.nightly
 def test_snapshots_of_a_log_go_with_those_of_the_samples(open_: Open) -> None:
     workspace = open_()
     for number in range(3):
@@ -212,6 +216,7 @@ def computed(workspace: Workspace, prefix: str = "") -> str:
     return str([row for part in reader.fragments() for column in reader.read(part) for row in column.to_pylist()])
 
 
+@pytest.mark.nightly
 def test_a_backfill_writes_what_is_computed_while_rows_are_read(open_: Open, tmp_path: Path) -> None:
     """Also into days that come later, and into days that see a late event. No other day is written again."""
     ingest_days(open_(), None, force=False)
@@ -228,6 +233,7 @@ def test_a_backfill_writes_what_is_computed_while_rows_are_read(open_: Open, tmp
     assert computed(workspace) == computed(open_(prefix="new_"), "new_") != expected
 
 
+@pytest.mark.nightly
 def test_days_without_a_backfill_are_not_read_as_days_without_events(open_: Open) -> None:
     ingest_days(open_(), None, force=False)
     enrich_days(open_(stored=True), datetime.date(2024, 1, 2), None, force=False)
@@ -235,6 +241,7 @@ def test_days_without_a_backfill_are_not_read_as_days_without_events(open_: Open
         pin(open_(stored=True))
 
 
+@pytest.mark.nightly
 def test_a_table_of_another_declaration_is_not_written(open_: Open) -> None:
     ingest_days(open_(), None, force=False)
     with pytest.raises(ConfigError, match=r"events\.watched: expected the key, time and columns that its table was"):
@@ -248,6 +255,7 @@ def test_a_table_of_another_declaration_is_not_written(open_: Open) -> None:
         ingest_days(Workspace(load(samples)), None, force=False)
 
 
+@pytest.mark.nightly
 def test_a_new_declaration_of_a_log_that_has_lost_old_files_stands(open_: Open, tmp_path: Path) -> None:
     ingest_days(open_(), None, force=False)
     (tmp_path / "log/1.parquet").unlink()

@@ -79,6 +79,7 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 # Open days
 
 
+@pytest.mark.nightly
 def test_an_open_day_is_trained_on_only_if_the_config_says_so(tmp_path: Path) -> None:
     for number in range(4):
         put_day(tmp_path, number)
@@ -106,6 +107,7 @@ def test_an_open_day_is_trained_on_only_if_the_config_says_so(tmp_path: Path) ->
 # Backfilled columns
 
 
+@pytest.mark.nightly
 def test_days_that_lack_a_stored_column_are_refused_until_it_is_back_filled(tmp_path: Path) -> None:
     for number in range(4):
         put_day(tmp_path, number)
@@ -129,6 +131,7 @@ def test_days_that_lack_a_stored_column_are_refused_until_it_is_back_filled(tmp_
         resolve_dataset(stored, None)  # its rows may still come
 
 
+@pytest.mark.slow
 def test_an_ingest_back_fills_the_days_it_writes(tmp_path: Path) -> None:
     for number in range(2):
         put_day(tmp_path, number)
@@ -151,6 +154,7 @@ def test_an_ingest_back_fills_the_days_it_writes(tmp_path: Path) -> None:
     assert open_days(stored.warehouse, before) == {DAYS[2]}, "a backfill keeps the day's note"
 
 
+@pytest.mark.nightly
 def test_an_ingest_leaves_days_from_before_the_source_was_stored_to_enrich(tmp_path: Path) -> None:
     for number in range(3):
         put_day(tmp_path, number)
@@ -168,6 +172,7 @@ def test_an_ingest_leaves_days_from_before_the_source_was_stored_to_enrich(tmp_p
     assert scores(stored.warehouse) == {DAYS[0]: {None}, DAYS[1]: {None}, DAYS[2]: {2.0}, DAYS[3]: {3.0}}
 
 
+@pytest.mark.nightly
 def test_a_held_day_is_written_once_the_config_names_its_feature_source(tmp_path: Path) -> None:
     put_day(tmp_path, 0)
     plain, joined = workspace(tmp_path), workspace(tmp_path, stored=False)
@@ -180,6 +185,7 @@ def test_a_held_day_is_written_once_the_config_names_its_feature_source(tmp_path
     assert plain.warehouse.day_rows(plain.warehouse.current("beta_held")) == {}
 
 
+@pytest.mark.nightly
 def test_a_day_that_would_lose_back_filled_columns_is_held(tmp_path: Path) -> None:
     for number in range(2):
         put_day(tmp_path, number)

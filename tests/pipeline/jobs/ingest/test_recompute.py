@@ -75,6 +75,7 @@ def compute(folder: Path, day: int) -> list[tuple[list[int], int]]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "how", [{}, {"stored": True}, {"files": True}, {"files": True, "stored": True}], ids=lambda how: "-".join(how)
 )
@@ -102,6 +103,7 @@ def test_an_ingest_measures_how_often_features_of_the_day_before_change(
     assert (again["status"], again["recomputed"]) == ("skipped", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_day_that_is_written_again_is_compared_with_its_first_state(
     open_: Open, tmp_path: Path, stored: bool
@@ -121,6 +123,7 @@ def test_a_day_that_is_written_again_is_compared_with_its_first_state(
     }
 
 
+@pytest.mark.nightly
 def test_days_of_the_log_that_no_row_saw_change_nothing(open_: Open, tmp_path: Path) -> None:
     """The usual night: a new day of both, and no late event."""
     ingest_days(open_(), None, force=False)
@@ -131,6 +134,7 @@ def test_days_of_the_log_that_no_row_saw_change_nothing(open_: Open, tmp_path: P
     assert ingest_days(open_(changed_share=None), None, force=False)["recomputed"] is None
 
 
+@pytest.mark.nightly
 def test_a_part_of_a_large_day_is_compared(open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sixth row. Users get an event before all others, so that each row of them changes."""
     monkeypatch.setattr(recompute, "MOST_ROWS", 50)
@@ -143,6 +147,7 @@ def test_a_part_of_a_large_day_is_compared(open_: Open, tmp_path: Path, monkeypa
     assert [(one["rows"], one["differing"]) for one in found["features"]] == [(50, 50), (50, 50)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("files", [False, True])
 def test_a_state_that_is_lost_is_named(open_: Open, tmp_path: Path, files: bool) -> None:
     """An expired snapshot of a table, or a file that was written again. The ingest goes on."""
@@ -158,6 +163,7 @@ def test_a_state_that_is_lost_is_named(open_: Open, tmp_path: Path, files: bool)
     assert [name.split(" ")[0] for name in found["recomputed"]["lost"]] == ["features.histories", "features.windows"]
 
 
+@pytest.mark.nightly
 def test_a_measurement_that_fails_does_not_end_the_ingest(
     open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

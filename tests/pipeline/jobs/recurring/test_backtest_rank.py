@@ -23,8 +23,6 @@ SCRATCH = {"world_size": 2, "epochs": 2, "validate_every_steps": 2, "average_fro
 INCREMENTAL = {"world_size": 2, "table_learning_rate": 0.05, "dense_learning_rate": 0.01}
 Specs = Callable[..., RankSpec]
 
-pytestmark = pytest.mark.slow
-
 
 def run(module: str, spec: Any, folder: Path) -> tuple[Event, list[Event]]:
     events: list[Event] = []
@@ -55,6 +53,7 @@ def incremental(rank_spec: Specs, folder: Path, start: Path, day: int, plan: Pla
     return spec.model_copy(update={"train": data, "valid": None, "start": Start(checkpoint=str(start), plan=plan)})
 
 
+@pytest.mark.slow
 def test_a_backtest_makes_the_weights_of_daily_trainings(
     first: tuple[RankSpec, Event], rank_spec: Specs, tmp_path: Path
 ) -> None:
@@ -83,6 +82,7 @@ def test_a_backtest_makes_the_weights_of_daily_trainings(
     assert [event["sums"] and event["sums"]["rows"] for event in by_day] == [None, 700, 661]
 
 
+@pytest.mark.nightly
 def test_a_training_starts_from_what_was_exported(
     first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
 ) -> None:
@@ -102,6 +102,7 @@ def test_a_training_starts_from_what_was_exported(
     assert checkpoint.read_progress(served(after))["steps_before"] == steps[0]
 
 
+@pytest.mark.nightly
 def test_a_model_with_new_features_keeps_its_predictions(
     first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
 ) -> None:
@@ -123,6 +124,7 @@ def test_a_model_with_new_features_keeps_its_predictions(
     assert not (tmp_path / "large" / "checkpoints" / "grown").exists()
 
 
+@pytest.mark.nightly
 def test_another_model_is_refused(
     first: tuple[RankSpec, Event], rank_spec: Specs, device: torch.device, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from pipeline.evaluation.config import EvaluationConfig, GateConfig
 from pipeline.evaluation.evaluate import Evaluation, ScoredRows
@@ -72,6 +73,7 @@ def list_gains(days: list[Day], later: bool) -> list[float]:
     return gains
 
 
+@pytest.mark.slow
 def test_models_promoted_on_a_day_that_no_model_has_seen_are_better_on_the_next():
     drawn = [draw_days(np.random.default_rng([1, number])) for number in range(20)]
     at_once, later = (list(itertools.chain(*(list_gains(days, rule) for days in drawn))) for rule in (False, True))

@@ -18,9 +18,8 @@ from storage.objects import ObjectFolder
 from tests.objects import serving_objects
 from tests.pipeline.conftest import SETTINGS, Run, completed, start
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.nightly
 def test_ranks_that_stood_still_are_refused_and_the_training_that_took_over_ends_undisturbed(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:

@@ -149,6 +149,7 @@ def test_notes_of_each_night_go_with_its_runs(home: Path) -> None:
     assert all(path.exists() for path in (*kept, *young))
 
 
+@pytest.mark.slow
 def test_moves_of_aliases_go_but_those_that_rollbacks_need(home: Path) -> None:
     workspace = open_()
     tracker = workspace.tracking

@@ -261,6 +261,7 @@ def arrays_of(spec: DataSpec) -> tuple[list[Any], Any]:
     return found, costs.counts
 
 
+@pytest.mark.slow
 def test_plans_share_what_they_have_in_common(spec: DataSpec) -> None:
     """Thirty drawn plans and selections in one cache, which evicts: each gives what it gives alone."""
     random = np.random.default_rng(5)

@@ -298,6 +298,7 @@ assert hits > 20 and stats["evicted"] > 5 and not stats["damaged"] and not stats
 """
 
 
+@pytest.mark.nightly
 def test_processes_share_the_bound(folder: Path) -> None:
     folder.mkdir()
     children = [subprocess.Popen([sys.executable, "-c", BUSY, str(folder), f"{seed}"], cwd=ROOT) for seed in range(3)]

@@ -82,6 +82,7 @@ def test_a_reader_writes_to_a_copy_of_its_own() -> None:
     segment.close()
 
 
+@pytest.mark.slow
 def test_arrays_outlive_the_descriptor_and_leave_nothing() -> None:
     gc.collect()
     before = segments()
@@ -99,6 +100,7 @@ def test_arrays_outlive_the_descriptor_and_leave_nothing() -> None:
     assert segments() == before
 
 
+@pytest.mark.nightly
 def test_what_is_read_is_not_written_again() -> None:
     """A slab is reused only after the last view of its last array is gone, even a tensor's."""
     slabs = Slabs()

@@ -34,7 +34,7 @@ def test_tables_beyond_the_memory_are_left_out(tmp_path: Path) -> None:
     assert "expected 3 tables that fit on 1 ranks" in str(result.reason)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_point_fails_alone_and_is_retried(tmp_path: Path) -> None:
     config = study()
     wanted = list_points(config.characterize)

@@ -58,6 +58,7 @@ def check(measurement: Measurement, batch_rows: int = 128) -> None:
     assert 0.0 < measurement.outside_share <= 1.0
 
 
+@pytest.mark.nightly
 def test_a_point_that_fails_does_not_end_the_others(device: torch.device) -> None:
     alone = Workload(dense_features=0, sparse_features=1, hash_size=10)
     events = measure([a_task("first"), a_task("bad", alone), a_task("last", model={"interaction": "dcn"})], device)
@@ -94,6 +95,7 @@ def test_steps_are_those_of_the_trainer(device: torch.device, tmp_path: Path) ->
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
+@pytest.mark.nightly
 def test_a_large_point_leaves_no_memory_behind(device: torch.device) -> None:
     process = psutil.Process()
     small, large = a_task("small"), a_task("large", Workload(sparse_features=4, hash_size=500_000))
@@ -112,6 +114,7 @@ def table_task(spec: RankSpec, **more: Any) -> MeasureTask:
     return task.model_copy(update={"plan": spec.plan, "data": spec.train, "model": spec.model} | more)
 
 
+@pytest.mark.slow
 def test_batches_of_a_table(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path: Path) -> None:
     """The first batches in memory, or batches from the service across the end of an epoch. Too large batches fail."""
     spec = rank_spec(tmp_path)
@@ -143,7 +146,7 @@ def test_a_slow_point_has_shorter_repeats(device: torch.device) -> None:
     assert len(made) == 5 * 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks(tmp_path: Path) -> None:
     """One group measures synchronous and asynchronous points. Both ranks skip a point that cannot be built."""
     ways: dict[str, dict[str, Any]] = {

@@ -54,7 +54,7 @@ def test_an_existing_table_is_reused(tmp_path, monkeypatch):
     assert len({spec.snapshot.table for spec in (first, *others)}) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_study_of_a_workload_reads_files_through_the_service(tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     settings = {

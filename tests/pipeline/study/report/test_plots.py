@@ -26,6 +26,7 @@ NAMED = [measured({"placement": name}, 1e4) for name in ("one rank", "row_wise")
 LISTS = [measured({SPARSE: 4, "model.bottom_mlp": units}, 1e4) for units in ([8], [8, 8])]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("experiment", "results"), [("E1", GRID), ("E5", NAMED), (None, LISTS), (None, GRID[:1])], ids=range(4)
 )

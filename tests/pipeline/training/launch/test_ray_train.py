@@ -73,7 +73,7 @@ def test_ranks_of_ray_train_like_processes(
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_ranks_end_with_the_process_that_has_their_connection(
     rank_spec: Callable[..., RankSpec], tmp_path: Path

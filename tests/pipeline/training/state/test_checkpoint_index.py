@@ -18,7 +18,7 @@ from storage.objects import ObjectFolder
 from tests.objects import Store
 from tests.pipeline.training.state.drawn import tensors
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
+pytestmark = pytest.mark.usefixtures("device")
 TAKEN = r"^checkpoints in s3://logs/.*: expected no other writer, got another training or attempt, which has taken"
 
 
@@ -74,6 +74,7 @@ MOMENTS = ("before the shards", "before the index is read", "before the index is
 NAMES = ("step-0000000002", BEST)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("writes")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -88,6 +89,7 @@ def arm(folder: Interrupted, moment: str, other: Callable[[], None]) -> None:
     folder.moment, folder.other = moment, other  # type: ignore[method-assign]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_a_store_refuses_what_was_taken_over_since_it_was_compared(
     store: Store, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -155,6 +157,7 @@ def check_intact(store: Store, address: str, folder: Path) -> None:
     assert sorted(there) == sorted(manifest.at for manifest in kept.index.read().values())
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("writes")
 def test_a_restart_saves_the_same_steps_again_and_ranks_of_the_attempt_before_it_are_refused(
     store: Store, address: str, tmp_path: Path
@@ -175,6 +178,7 @@ def test_a_restart_saves_the_same_steps_again_and_ranks_of_the_attempt_before_it
     }  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_training_that_has_claimed_nothing_gets_nothing(store: Store, address: str, tmp_path: Path) -> None:
     folder = ObjectFolder(address, store.properties)
     with pytest.raises(TrainingError, match=TAKEN):
@@ -184,6 +188,7 @@ def test_a_training_that_has_claimed_nothing_gets_nothing(store: Store, address:
     assert folder.names() == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("DLRM_TEST_STORE") != "ceph", reason="moto compares and writes in two steps")
 def test_what_one_of_many_writers_has_added_is_never_lost(store: Store, address: str) -> None:
     """Each claims the index again and again, and adds to it until it is refused."""

@@ -17,7 +17,7 @@ from storage.objects import ObjectFolder
 from tests.objects import Store
 from tests.pipeline.training.state.drawn import tensors
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("device")]
+pytestmark = pytest.mark.usefixtures("device")
 IDENTITY = {"plan": "a"}
 
 
@@ -44,6 +44,7 @@ def weights(folder: Path) -> torch.Tensor:
     return found["model/weight"]
 
 
+@pytest.mark.slow
 def test_another_host_reads_what_was_saved(kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path) -> None:
     save(kept, 1, 2)
     assert [path.name for path in (tmp_path / "here").iterdir()] == []  # a host keeps no part of what it saved
@@ -63,12 +64,14 @@ def test_another_host_reads_what_was_saved(kept: StoredCheckpoints, folder: Obje
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path / "there")] == ["step-0000000001"]
 
 
+@pytest.mark.nightly
 def test_a_training_that_began_without_the_store_is_not_restarted_without_a_word(kept: StoredCheckpoints) -> None:
     checkpoint.save(kept.folder / "step-0000000004", tensors(4), {"steps": 4}, IDENTITY)
     with pytest.raises(CheckpointError, match=r"Finish this training with the storage\.path that it began with"):
         kept.find_latest(pytest.fail)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_is_replaced_at_once_and_old_files_go(
     kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path
 ) -> None:
@@ -80,6 +83,7 @@ def test_a_checkpoint_is_replaced_at_once_and_old_files_go(
     assert weights(StoredCheckpoints(tmp_path / "there", folder).fetch(BEST)).equal(tensors(7)["model/weight"])
 
 
+@pytest.mark.nightly
 def test_the_newest_stay_and_those_of_abandoned_steps_go(kept: StoredCheckpoints, folder: ObjectFolder) -> None:
     save(kept, 1, 2, 9)
     save(kept, 1, name=BEST)
@@ -90,6 +94,7 @@ def test_the_newest_stay_and_those_of_abandoned_steps_go(kept: StoredCheckpoints
     assert left == set(kept.names())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("damage", ["a file is gone", "a file is shorter", "not in the index"])
 def test_what_is_damaged_or_half_written_is_never_read(
     kept: StoredCheckpoints, folder: ObjectFolder, damage: str
@@ -118,6 +123,7 @@ def test_what_is_damaged_or_half_written_is_never_read(
         assert told[0].startswith("checkpoint 'step-0000000002' in the store: expected ")
 
 
+@pytest.mark.nightly
 def test_an_index_names_no_file_outside_its_folders(kept: StoredCheckpoints, folder: ObjectFolder) -> None:
     save(kept, 1)
     index = json.loads(folder.read(INDEX) or b"")
@@ -132,6 +138,7 @@ def test_an_index_names_no_file_outside_its_folders(kept: StoredCheckpoints, fol
     assert len(folder.names()) > 1
 
 
+@pytest.mark.nightly
 def test_a_lost_store_fails_the_save_on_every_rank_and_keeps_what_is_there(
     kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path
 ) -> None:
@@ -144,6 +151,7 @@ def test_a_lost_store_fails_the_save_on_every_rank_and_keeps_what_is_there(
     assert kept.find_latest(pytest.fail) == "step-0000000001"
 
 
+@pytest.mark.nightly
 def test_ranks_of_one_host_copy_a_checkpoint_once(
     kept: StoredCheckpoints, folder: ObjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

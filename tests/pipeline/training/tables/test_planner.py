@@ -67,6 +67,7 @@ print([table.model_dump_json() for kind in ("auto", "column_wise")
 """
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_plan() -> None:
     """String hashes, and so the order of a set, differ between processes."""
     found = [

@@ -248,13 +248,13 @@ def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, b
     assert all(found[name].equal(expected[name]) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", MANY)
 def test_four_ranks_train_like_plain_pytorch(four: Result, unsharded: dict[str, Any], case: str) -> None:
     check(four, case, unsharded)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", BY_HOST)
 def test_ranks_of_two_hosts_train_like_plain_pytorch(two_hosts: Result, unsharded: dict[str, Any], case: str) -> None:
     """As two hosts to TorchRec, and to our planner. tests/hosts has real ones."""

@@ -55,6 +55,7 @@ def test_logit_is_scipys() -> None:
     np.testing.assert_allclose(apply(Logit(), p.tolist()), scipy.special.logit(held), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.nightly
 def test_a_million_ids() -> None:
     assert apply(Clamp(low=0, high=9), [[], [MILLION] * MILLION, [-4]]) == [[], [9] * MILLION, [0]]
     assert apply(FillNull(value=3), [[], [5] * MILLION, []]) == [[3], [5] * MILLION, [3]]

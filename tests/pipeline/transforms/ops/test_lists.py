@@ -50,6 +50,7 @@ def test_pairs_are_distinguished() -> None:
     assert max(abs(count - 10_000) for count in buckets.values()) < 500  # five standard deviations
 
 
+@pytest.mark.nightly
 def test_a_million_ids() -> None:
     ids, half = list(range(MILLION)), list(range(0, MILLION, 2))
     counts = Counter[str]()

@@ -199,6 +199,7 @@ def test_scores_of_arithmetic_belong_to_the_first_ids() -> None:
     assert apply(op("divide"), *inputs) == [[1 / 30, INVALID, 0.1], [INVALID]]
 
 
+@pytest.mark.nightly
 def test_a_million_ids() -> None:
     ids, half = list(range(MILLION)), list(range(0, MILLION, 2))
     ones, twos = [1.0] * MILLION, [2.0] * (MILLION // 2)

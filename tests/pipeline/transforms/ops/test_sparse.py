@@ -45,6 +45,7 @@ def test_goldens_of_torcharrow() -> None:
     assert apply(FirstX(limit=1), [[1, 2], [3, 4], [5, 6]]) == [[1], [3], [5]]
 
 
+@pytest.mark.nightly
 def test_a_million_ids() -> None:
     ids = list(range(MILLION))
     assert apply(Enumerate(), [[9], ids, [8]]) == [[0], ids, [0]]

@@ -205,6 +205,7 @@ def check_restarted(run: Run, undisturbed: Run, deaths: list[str], resumed: list
     assert not ranks_below(psutil.Process())
 
 
+@pytest.mark.slow
 def test_a_killed_rank_restarts_with_the_same_service(
     rank_spec: Callable[..., RankSpec],
     undisturbed: Run,
@@ -225,7 +226,7 @@ def test_a_killed_rank_restarts_with_the_same_service(
     assert not list((tmp_path / "temporary").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_die_in_every_way(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, dying: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -253,7 +254,7 @@ def test_killed_while_a_checkpoint_is_saved(
     check_restarted(dying(spec, deaths), undisturbed, ["SIGKILL"] * 3, [4, 4, 8])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_rank_finds_nan_and_all_skip_the_batch(
     rank_spec: Callable[..., RankSpec], dying: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -266,7 +267,7 @@ def test_one_rank_finds_nan_and_all_skip_the_batch(
     check_equal({f"model/{name}": value for name, value in run.weights.items()}, only_model(before))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_nan_loss_ends_all_ranks_at_once(
     rank_spec: Callable[..., RankSpec], dying: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -343,7 +344,7 @@ def test_a_killed_training_in_lanes_resumes_with_fewer_ranks(
     check_same(completed_here(fewer, device), in_lanes, resumed_at=4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_damaged_checkpoints_are_skipped(rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path) -> None:
     """The newest has a flipped bit, and the one before is whole. There is also an interrupted save."""
     spec = rank_spec(tmp_path, **SETTINGS)
@@ -361,7 +362,7 @@ def test_damaged_checkpoints_are_skipped(rank_spec: Callable[..., RankSpec], und
     assert run.result["weights_sha256"] == undisturbed.result["weights_sha256"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_finished_training_exports_under_any_sharding_plan(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, device: torch.device, tmp_path: Path
 ) -> None:
@@ -382,7 +383,7 @@ def read_all(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("world_size", "shardings"),
     [(1, ["table_wise"]), (2, ["row_wise", "data_parallel", "column_wise"]), (4, ["row_wise"])],
@@ -472,7 +473,7 @@ def test_another_hash_size_is_refused_by_name(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_data_error_of_a_rank_reaches_the_launcher(
     rank_spec: Callable[..., RankSpec],
     days: list[Any],
