@@ -14,7 +14,7 @@ from pipeline.data.position import NO_TIMES
 from pipeline.jobs.training.rank.group import open_event_writer, start_group
 from pipeline.jobs.training.rank.main import make_result
 from pipeline.jobs.training.rank.model import build_model, open_client
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import InlineSource
 from pipeline.training.restore import Restore
 from pipeline.training.state.checkpoints import Checkpoints

@@ -30,7 +30,7 @@ from pipeline.data.selection import Selection
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import extract
 from pipeline.extraction.opening import SourceContext
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec

@@ -42,7 +42,7 @@ from benchmarks.trainers import (
 )
 from benchmarks.wide_table import WideTable, wide_table
 from models.config import DLRMConfig
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.pool import WORKERS_FILE
 from pipeline.preprocessing.service import Service

@@ -19,7 +19,7 @@ from pipeline.jobs.console import Progress, format_rows, step
 from pipeline.jobs.training.events import Measured
 from pipeline.jobs.training.job import prepare_rows
 from pipeline.jobs.training.rank.model import measure_uses, plan_placement
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.training.config import COLUMN_SHARDING, TrainConfig
 from pipeline.training.launch.processes import Event, Limits, run_ranks

@@ -9,7 +9,7 @@ from torch import nn
 from models.dlrm import DLRM
 from models.layers import DotInteraction
 from pipeline.training.interaction import NumbaDots
-from pipeline.training.torch_private import multiply_onednn
+from pipeline.training.tables.torch_private import multiply_onednn
 
 
 def use_cpu_modules(model: DLRM, bf16: bool) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
-from storage.maintenance import expire
 from storage.reader import DAY
+from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
 from tests.engines.conftest import DuckDb, Spark
 

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.training.launch.processes import Event, Limits
 from pipeline.training.launch.ray_train import run_ranks_on_ray
 from tests.hosts.rig import ROOT

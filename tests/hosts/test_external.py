@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, TrainingError
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.training.launch.external import EVENTS, follow_ranks
 from pipeline.training.launch.processes import Event, Limits
 from tests.hosts.rig import ROOT, Host, Network

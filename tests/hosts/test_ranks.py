@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan
 from tests.hosts.cluster import Cluster

@@ -16,7 +16,7 @@ from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.data.selection import Selection
 from pipeline.jobs.training.rank.main import train
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
 from tests.pipeline.conftest import Run, completed, completed_here
 from tests.pipeline.preprocessing.reference import in_sessions

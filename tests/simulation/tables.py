@@ -25,13 +25,14 @@ from pyiceberg.table.update import AddSnapshotUpdate
 from pyiceberg.utils.concurrent import ExecutorFactory
 
 from pipeline.errors import ContractError
-from storage import maintenance, warehouse, writer
+from storage import warehouse, writer
 from storage.config import WarehouseConfig
 from storage.durable import DurableFileIO
 from storage.errors import ConflictError, UnknownCommitError
 from storage.layout.rewrite import rewrite_day
-from storage.maintenance import drop_tags, expire, list_tags, vacuum
 from storage.reader import SnapshotReader, SnapshotRef
+from storage.snapshot import maintenance
+from storage.snapshot.maintenance import drop_tags, expire, list_tags, vacuum
 from storage.warehouse import Warehouse
 from tests.simulation import disk
 from tests.simulation.disk import KILLED, Disk, Killed

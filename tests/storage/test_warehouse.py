@@ -20,9 +20,9 @@ from pyiceberg.utils.config import Config
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.layout.rewrite import rewrite_day
-from storage.maintenance import expire
 from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
+from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from pipeline.evaluation.policy import ChampionStanding, Decision, Policy, decid
 from pipeline.jobs.training.rank.group import open_event_writer, run_rank
 from pipeline.jobs.training.rank.main import assemble
 from pipeline.jobs.training.rank.model import open_client, plan_placement
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.training.config import TrainConfig

@@ -16,7 +16,7 @@ from pipeline.jobs.recurring.pending import PendingDays, find_open, find_pending
 from pipeline.jobs.training.identity import describe_joined, digest, semantics
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, find_begun, make_job, registered_model
 from pipeline.jobs.training.provenance import find_record
-from pipeline.jobs.training.rank_spec import WEIGHTS
+from pipeline.jobs.training.rank.spec import WEIGHTS
 from pipeline.jobs.training.train import fetch_served
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec

@@ -98,7 +98,9 @@ def load_candidates(config: RunConfig) -> dict[str, RunConfig]:
         where = f"release.candidates '{name}'"
         candidate = override(where, plain, overrides)
         for trial in (candidate, shrink(candidate, config.release)):
-            check_parallel("release.parallel", config.release.parallel, trial)
+            check_parallel(
+                "release.parallel", config.release.parallel, trial.training.launcher, trial.preprocessing.executor
+            )
         freshen(candidate, config.release)
         twin = next((other for other, one in found.items() if one.semantics() == candidate.semantics()), None)
         if twin is not None:

@@ -94,7 +94,7 @@ def check_space(config: RunConfig) -> None:
         if len(learned) > 1 and all(other == learned[0] for other in learned[1:]):
             raise ConfigError(f"sweep.space '{key}'", "a key that changes what is learned", "none", "Leave it out.")
     trial = override("sweep.trial_overrides", plain, config.sweep.trial_overrides)
-    check_parallel("sweep.parallel", config.sweep.parallel, trial)
+    check_parallel("sweep.parallel", config.sweep.parallel, trial.training.launcher, trial.preprocessing.executor)
 
 
 def drop_sweep(config: RunConfig) -> RunConfig:

@@ -18,7 +18,7 @@ from pipeline.jobs.reads import save_read
 from pipeline.jobs.training.events import EventReport, SummaryValues
 from pipeline.jobs.training.job import TrainingJob, begin, tag_inputs
 from pipeline.jobs.training.provenance import RECORD, make_record
-from pipeline.jobs.training.rank_spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
+from pipeline.jobs.training.rank.spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
 from pipeline.jobs.warm_up import kernels_are_compiled, start_fork_servers
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec

@@ -27,7 +27,7 @@ from pipeline.registration.retention import (
 )
 from pipeline.registration.versions import IDENTITY
 from storage.artifacts import read_line, remove
-from storage.maintenance import drop_tags, expire, find_expired, list_tags, vacuum
+from storage.snapshot.maintenance import drop_tags, expire, find_expired, list_tags, vacuum
 
 SHOWN = 20
 """Most names of a kind in the result."""

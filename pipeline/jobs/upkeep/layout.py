@@ -22,8 +22,8 @@ from storage.layout.rewrite import (
     rewrite_day,
     set_layout,
 )
-from storage.maintenance import expire, vacuum
 from storage.reader import SnapshotRef
+from storage.snapshot.maintenance import expire, vacuum
 
 Result = dict[str, Any]
 

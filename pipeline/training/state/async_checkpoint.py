@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeline.training.state.checkpoint import STEP, Identity, local_parts
 from pipeline.training.state.checkpoints import Checkpoints
-from pipeline.training.torch_private import Shard, ShardedTensorMetadata, ShardMetadata, join_shards
+from pipeline.training.tables.torch_private import Shard, ShardedTensorMetadata, ShardMetadata, join_shards
 
 
 class AsyncCheckpointer:

@@ -9,7 +9,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.training.state.checkpoint import local_parts
 from pipeline.training.tables.cached import drop_cache, flush_cache
-from pipeline.training.torch_private import Shard, join_shards
+from pipeline.training.tables.torch_private import Shard, join_shards
 
 
 class WeightAverage:

@@ -22,8 +22,8 @@ from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from pipeline.errors import TrainingError
 from pipeline.training.config import HOST_SHARDING, Precision, ShardingType, TableMemory
 from pipeline.training.tables.plan import ShardingPlan, TableSharding
+from pipeline.training.tables.torch_private import EnumerableShardingSpec, RemoteDevice, ShardMetadata
 from pipeline.training.tables.torchrec_private import divide_lengths_once, look_up_locally, lookups_of
-from pipeline.training.torch_private import EnumerableShardingSpec, RemoteDevice, ShardMetadata
 
 KERNELS: dict[TableMemory, str] = {"device": "fused", "uvm": "fused_uvm", "uvm_caching": "fused_uvm_caching"}
 

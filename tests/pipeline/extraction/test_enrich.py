@@ -22,8 +22,8 @@ from pipeline.transforms.joins import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError
 from storage.layout.rewrite import rewrite_day
-from storage.maintenance import expire
 from storage.reader import SnapshotRef
+from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]

@@ -14,7 +14,7 @@ from pipeline.data.batch import Batch
 from pipeline.data.position import Position
 from pipeline.errors import ContractError, DataError
 from pipeline.jobs.training.rank.model import build_model
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, ServiceSource
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec

@@ -13,7 +13,7 @@ import pytest
 from pipeline.config import load
 from pipeline.data.position import Position
 from pipeline.errors import ConfigError, ContractError
-from pipeline.jobs.training.rank_spec import SERVICE_FOLDER
+from pipeline.jobs.training.rank.spec import SERVICE_FOLDER
 from pipeline.jobs.training.train import summarize_preprocessing
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec

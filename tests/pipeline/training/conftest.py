@@ -10,7 +10,7 @@ import torch
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
 from pipeline.jobs.training.rank.model import build_model, open_client
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.training.restore import Restore
 from pipeline.training.state.checkpoints import Checkpoints

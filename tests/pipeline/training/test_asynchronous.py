@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from pipeline.data.selection import Selection
 from pipeline.errors import TrainingError
 from pipeline.jobs.training.rank.model import build_model
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.asynchronous import SharedLearner

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from models.config import DLRMConfig
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.rank.model import build_model
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.training.config import TrainConfig
 from pipeline.training.optim import INIT_BLOCK_ROWS, LearningRates, _block, dense_parameters, schedule

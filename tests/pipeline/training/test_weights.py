@@ -12,7 +12,7 @@ import torch
 
 from pipeline.data.batch import Batch
 from pipeline.data.position import Position
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import Client
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.training.metrics import evaluate_sums

@@ -9,9 +9,9 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.serializers import FromInputFile
 
 from storage.config import WarehouseConfig
-from storage.maintenance import expire
 from storage.reader import SnapshotRef
 from storage.snapshot.catalog import KEPT_STATES, ParsedOnceCatalog
+from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
 
 DAY1, DAY2 = (datetime.date(2024, 1, day) for day in (1, 2))

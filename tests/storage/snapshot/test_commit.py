@@ -11,9 +11,9 @@ from pyiceberg.manifest import ManifestFile
 from pyiceberg.table.update import SetPropertiesUpdate
 
 from storage.errors import StorageError
-from storage.maintenance import expire
 from storage.reader import SnapshotRef
 from storage.snapshot.commit import CachedTransaction
+from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
 
 FIRST = datetime.date(2024, 1, 1)

@@ -27,8 +27,8 @@ from storage.config import TableConfig, WarehouseConfig
 from storage.errors import StorageError
 from storage.layout.rewrite import rewrite_day, set_layout
 from storage.layout.spec import Layout
-from storage.maintenance import drop_tags, expire, vacuum
 from storage.reader import DAY
+from storage.snapshot.maintenance import drop_tags, expire, vacuum
 from storage.warehouse import Warehouse
 from tests.storage.foreign import add_files, register
 

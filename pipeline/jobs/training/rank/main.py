@@ -19,8 +19,8 @@ from pipeline.errors import ContractError, to_wire
 from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training.rank.group import open_event_writer, run_rank, start_group
 from pipeline.jobs.training.rank.model import build_model, keep_batches, measure_uses, open_client, plan_placement
+from pipeline.jobs.training.rank.spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
 from pipeline.jobs.training.rank.start import make_restore, open_store
-from pipeline.jobs.training.rank_spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
 from pipeline.preprocessing.dataset import count_rows
 from pipeline.training.config import TrainConfig

@@ -12,7 +12,7 @@ from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.data.batch import Batch
 from pipeline.jobs.training.rank.group import takes_cuda
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import BatchSource, Client
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.learner import Learner
 from pipeline.training.restore import Emit, Restore

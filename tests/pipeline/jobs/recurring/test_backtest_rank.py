@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from pipeline.errors import ContractError
 from pipeline.evaluation.policy import Policy
 from pipeline.jobs.recurring.backtest_rank import BacktestSpec, replace_plan, select_days
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
 from pipeline.transforms.plan.carry_over import Start

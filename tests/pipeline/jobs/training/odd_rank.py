@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from pipeline.jobs.training.rank import main
 from pipeline.jobs.training.rank.group import open_event_writer
 from pipeline.jobs.training.rank.model import build_model
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.jobs.training.rank.start import describe_identity
-from pipeline.jobs.training.rank_spec import RankSpec
 from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoints import Checkpoints

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.training.launch.processes import Event
 from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoint import BEST

@@ -11,7 +11,7 @@ import torch
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import DLRM
 from pipeline.jobs.training.rank.model import build_model, open_client
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import InlineSource
 from pipeline.study.estimate.memory import (
     RankMachine,

@@ -11,7 +11,7 @@ import torch
 
 from models.config import DLRMConfig
 from pipeline.jobs.training.rank.model import build_model, plan_placement
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.service import Service
 from pipeline.study.measure.rank import MeasuredPoint, MeasureSpec, MeasureTask, load_batches, measure_all

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pipeline.errors import ConfigError, ContractError, TrainingError
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.service import Service
 from pipeline.training.launch.processes import Event, Limits
 from pipeline.training.launch.ray_train import run_ranks_on_ray

@@ -10,7 +10,7 @@ import pytest
 
 from models.config import SparseFeature
 from pipeline.jobs.training.rank.model import measure_uses
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.training.tables.statistics import LOAD_FACTORS, MeasuredCache, measure_table_use
 from pipeline.transforms.column import Column
 

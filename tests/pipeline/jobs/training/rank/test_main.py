@@ -25,7 +25,7 @@ from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training import rank
 from pipeline.jobs.training.rank.model import build_model
-from pipeline.jobs.training.rank_spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker

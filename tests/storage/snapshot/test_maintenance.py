@@ -19,10 +19,10 @@ from pyiceberg.io.pyarrow import PyArrowFileIO
 
 from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError, StorageError
-from storage.maintenance import ExpireResult, drop_tags, expire, vacuum
 from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
 from storage.snapshot.days import EARLIER, identities, notes
+from storage.snapshot.maintenance import ExpireResult, drop_tags, expire, vacuum
 from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -424,7 +424,7 @@ def test_a_location_shared_by_two_tables_is_left_alone(warehouse: Warehouse, hom
 
 def test_another_file_io_is_refused(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     write(warehouse, rows(DAY1, 3))
-    monkeypatch.setattr("storage.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
+    monkeypatch.setattr("storage.snapshot.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
     with pytest.raises(StorageError, match="expected pyiceberg's PyArrowFileIO, got DurableFileIO"):
         vacuum(warehouse, "events", NOW)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from pyarrow.fs import FileSystem
+from pyiceberg.expressions import visitors
 from pyiceberg.io import pyarrow as of_pyarrow
 from pyiceberg.io.pyarrow import PyArrowFile
 from pyiceberg.table import Table, Transaction
@@ -14,11 +15,13 @@ VERSION = "0.12."
 require_private(
     "pyiceberg", VERSION, {
         of_pyarrow: ["_pyarrow_to_schema_without_ids"],
+        visitors: ["_InclusiveMetricsEvaluator"],
         PyArrowFile: ["_filesystem", "_path", "_buffer_size"],
         Transaction: ["_table", "_updates", "_stage"],
         snapshot: ["_OverwriteFiles", "_ManifestMergeManager"],
     },
 )  # fmt: skip
+InclusiveMetricsEvaluator = visitors._InclusiveMetricsEvaluator
 to_schema_without_ids = of_pyarrow._pyarrow_to_schema_without_ids
 OverwriteFiles = snapshot._OverwriteFiles
 ManifestMergeManager = snapshot._ManifestMergeManager
