@@ -62,8 +62,8 @@ class Trainer:
         self.step = choose_step(model, config, seed, device)
         self.learner = self.step.learner
         self.threads = choose_threads(model, config, device, self.report_threads)
-        whole = config.sync == "synchronous"  # otherwise each rank would copy all tables
-        self.checkpointer = AsyncCheckpointer(config.checkpoint_async and whole, restore.checkpoints)
+        background = config.checkpoint_async and config.sync == "synchronous"  # else each rank would copy all tables
+        self.checkpointer = AsyncCheckpointer(background, restore.checkpoints)
         self.progress, self.times = TrainingProgress(), StepTimes()
         self.hooks: list[tuple[Callable[[], None], int | None]] = [
             (self.take_average, config.average_every_steps),
