@@ -219,7 +219,8 @@ class Stream:
             parts += self.reader.reopen(group.blocks)
         for part in parts:
             self._read_again(part, part.size)
-        for item in [item for item in self.running if not item.is_ready]:
+        groups = [(item.target, item) for item in self.running if isinstance(item.target, BatchGroup)]
+        for _, item in sorted((group.number, item) for group, item in groups if not group.is_ready):
             self.retry(item)
 
     def _read_again(self, part: BlockPart, expected: int, failures: int = 0) -> None:

@@ -108,7 +108,7 @@ def parse_notes(message: framing.Message) -> Sequence[BatchNote]:
 
 
 def invalid_message(what: str) -> DataError:
-    """Returns the error of a message that the service has never sent."""
+    """Returns the error of a message of the service that makes no sense."""
     remedy = "Run the command again to resume from the last checkpoint."
     return DataError("preprocessing service", "batches", f"an invalid message about {what}", remedy)
 
