@@ -8,7 +8,7 @@ from typing import Any
 from pyarrow.fs import LocalFileSystem
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 
-from storage.pyiceberg_private import place_of
+from storage.snapshot.pyiceberg_private import place_of
 
 
 class DurableFileIO(PyArrowFileIO):

@@ -256,6 +256,7 @@ print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*s
         if isinstance(node, (ast.Expr, ast.For))
         and not isinstance(getattr(node, "value", None), ast.Constant)
         and path.name != "scorer.py"  # MLflow runs that file to load a model
+        and not path.stem.endswith("_private")  # they look whether names are there
     ]
     assert calls == [], "a statement that does something at import"
 

@@ -7,7 +7,7 @@ from optuna.distributions import BaseDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial
 
-from storage.private_names import require_private
+from storage.errors import require_private
 
 require_private("optuna", "5.", {FrozenTrial: ["_trial_id"], Trial: ["_suggest"]})
 

@@ -11,9 +11,9 @@ from pyiceberg.table.refs import MAIN_BRANCH
 
 from storage.errors import ConflictError, StorageError
 from storage.keys import SCORES
-from storage.pyiceberg_private import require_unchanged
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.maps import MapEntries, find_keys, map_fields
+from storage.snapshot.pyiceberg_private import require_unchanged
 from storage.warehouse import Warehouse
 
 MOST_COLUMNS = 20_000

@@ -12,7 +12,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.update import SetPropertiesUpdate, TableUpdate
 
 from storage.days import CONTENTS, add_to_properties, to_summary
-from storage.pyiceberg_private import ManifestMergeManager, OverwriteFiles, keep_updates, table_of
+from storage.snapshot.pyiceberg_private import ManifestMergeManager, OverwriteFiles, keep_updates, table_of
 
 MOST_MANIFESTS = 100
 """This many manifests are merged into one: planning a read opens each of them."""

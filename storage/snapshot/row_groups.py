@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.conversions import to_bytes
 from pyiceberg.expressions import BooleanExpression
-from pyiceberg.expressions.visitors import _InclusiveMetricsEvaluator
 from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.types import (
@@ -24,6 +23,8 @@ from pyiceberg.types import (
     TimestampType,
     TimestamptzType,
 )
+
+from storage.snapshot.pyiceberg_private import MetricsEvaluator
 
 STORED_AS = {DateType: pa.int32(), TimestampType: pa.int64(), TimestamptzType: pa.int64()}
 """Types that Iceberg stores as numbers."""
@@ -53,7 +54,7 @@ class GroupFilter:
     """
 
     def __init__(self, schema: Schema, row_filter: BooleanExpression, columns: Mapping[str, pa.DataType]) -> None:
-        self._evaluator = _InclusiveMetricsEvaluator(schema, row_filter)
+        self._evaluator = MetricsEvaluator(schema, row_filter)
         self._fields = {name: (schema.find_field(name), kind) for name, kind in columns.items()}
 
     def may_match(self, group: pq.RowGroupMetaData, stored: Mapping[str, FileColumn | None]) -> bool:

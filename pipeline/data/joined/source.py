@@ -22,8 +22,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.schema import resolve, unknown_column
 from storage.arrow import is_list
-from storage.pyiceberg_private import to_schema_without_ids
 from storage.reader import DAY, SnapshotRef
+from storage.snapshot.pyiceberg_private import to_schema_without_ids
 from storage.snapshot.row_filter import compared_columns, keep_rows, make_mask
 from storage.warehouse import Warehouse
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 from pyarrow.fs import FileSystem
+from pyiceberg.expressions import visitors
 from pyiceberg.io import pyarrow as of_pyarrow
 from pyiceberg.io.pyarrow import PyArrowFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.update import AssertRefSnapshotId, TableUpdate, snapshot
 
-from storage.private_names import require_private
+from storage.errors import require_private
 
 VERSION = "0.12."
 require_private(
@@ -17,11 +18,13 @@ require_private(
         PyArrowFile: ["_filesystem", "_path", "_buffer_size"],
         Transaction: ["_table", "_updates", "_stage"],
         snapshot: ["_OverwriteFiles", "_ManifestMergeManager"],
+        visitors: ["_InclusiveMetricsEvaluator"],
     },
 )  # fmt: skip
 to_schema_without_ids = of_pyarrow._pyarrow_to_schema_without_ids
 OverwriteFiles = snapshot._OverwriteFiles
 ManifestMergeManager = snapshot._ManifestMergeManager
+MetricsEvaluator = visitors._InclusiveMetricsEvaluator
 require_private(
     "pyiceberg", VERSION, {
         OverwriteFiles: [
