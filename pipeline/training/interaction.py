@@ -166,7 +166,7 @@ class NumbaDots(DotInteraction):
         if len(whole) != 2:
             joined = join_vectors(whole)
             whole = [joined[:, :1], joined[:, 1:]]
-        out: torch.Tensor = _Dots.apply(*whole, self)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Dots.apply(*whole, self)
         return out
 
     def run(self, loop: Callable[..., None], first: torch.Tensor, rest: torch.Tensor, *others: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ class NumbaDots(DotInteraction):
 
 class _Dots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, rest: torch.Tensor, dots: NumbaDots) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, first: torch.Tensor, rest: torch.Tensor, dots: NumbaDots) -> torch.Tensor:
         ctx.dots, ctx.vectors = dots, (first.detach().contiguous(), rest.detach().contiguous())
         rows, ahead, width = first.shape
         vectors = ahead + rest.shape[1]
@@ -191,7 +191,7 @@ class _Dots(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         of_first, of_rest = (torch.empty(vectors.shape) for vectors in ctx.vectors)
         ctx.dots.run(pair_gradients, *ctx.vectors, gradient.contiguous(), of_first, of_rest)
         return of_first, of_rest, None

@@ -253,7 +253,7 @@ class Trainer:
     def update(self, losses: torch.Tensor, batch: Batch) -> None:
         """Runs the backward pass, which updates the sharded tables, and the optimizers of everything else."""
         # Gradients are averaged over ranks, so the mean over all rows needs the factor world_size.
-        losses.backward(torch.full_like(losses, dist.get_world_size() / batch.whole))  # type: ignore[no-untyped-call]
+        losses.backward(torch.full_like(losses, dist.get_world_size() / batch.whole))
         self.update_dense()
 
     def update_dense(self) -> None:

@@ -58,7 +58,7 @@ class SmallTrainer(Trainer):
 
     def __init__(self, run: "Run", variant: int) -> None:
         self.run, self.variant = run, variant
-        self.model = nn.Module()  # type: ignore[assignment]
+        self.model = nn.Module()
         self.weights = torch.zeros(3)
         self.config, self.batches, self.validation = run.config, self.make_batches, self.measure
         self.emit, self.seed, self.device = run.note, 0, torch.device("cpu")

@@ -20,7 +20,7 @@ _ZERO = ir.Constant(_TYPE, [0.0] * VECTOR)
 _INDEX = ir.IntType(64)
 
 
-class Simd(types.Type):  # type: ignore[misc]
+class Simd(types.Type):
     """Numba type of these vectors."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Simd(types.Type):  # type: ignore[misc]
 
 
 @register_model(Simd)
-class _SimdModel(models.PrimitiveModel):  # type: ignore[misc]
+class _SimdModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Simd) -> None:
         super().__init__(manager, kind, _TYPE)
 

@@ -517,7 +517,7 @@ def test_a_worker_that_answers_unasked_is_replaced(play: Callable[..., Play]) ->
 
 def test_workers_leave_the_processors_that_ranks_reserve(data: DataSpec, tmp_path: Path) -> None:
     class Cluster(FakeExecutor):
-        cores = 6  # type: ignore[assignment]
+        cores = 6
 
     def make(data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
         return Cluster(data, folder, events)
@@ -534,7 +534,7 @@ def test_workers_of_a_lost_node_are_replaced_only_beside_the_ranks(data: DataSpe
     now = [100.0]
 
     class Cluster(FakeExecutor):
-        cores = 8  # type: ignore[assignment]
+        cores = 8
 
     def make(data: Any, config: Any, folder: Path, events: Any) -> FakeExecutor:
         return Cluster(data, folder, events)

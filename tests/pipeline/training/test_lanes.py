@@ -120,7 +120,7 @@ def unsharded_model() -> DLRM:
     with torch.no_grad():
         for name, value in model.named_parameters():
             if name.startswith("embeddings."):
-                value.copy_(torch.from_numpy(_block(SEED, name, 0, *value.shape, MODEL.embedding_init)))
+                value.copy_(torch.from_numpy(_block(SEED, name, 0, *value.shape, MODEL.embedding_init)))  # type: ignore[call-arg]
             else:
                 value.copy_(meta.get_parameter(name))
     return model
@@ -257,7 +257,7 @@ def test_settings_that_would_change_the_bits_are_refused(key: str) -> None:
 )
 def test_sharding_types_whose_sums_depend_on_the_ranks_are_refused(kind: str, reason: str) -> None:
     with pytest.raises((ConfigError, ValidationError)) as error:
-        TrainConfig(lanes=4, sharding=({"tables": ["a*"], "kind": kind},))  # type: ignore[arg-type]
+        TrainConfig(lanes=4, sharding=({"tables": ["a*"], "kind": kind},))
     assert (
         f"training.sharding '{kind}' with lanes=4: expected table_wise, or column_wise or table_column_wise with an "
         f"element-wise table optimizer, got {kind}, {reason}. Change it, or leave out lanes." in str(error.value)
