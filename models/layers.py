@@ -68,7 +68,7 @@ class DotInteraction(nn.Module):
 
     def forward(self, *pieces_BFE: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        out: torch.Tensor = _PairDots.apply(join_vectors(pieces_BFE), self.pair_P, self.both)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _PairDots.apply(join_vectors(pieces_BFE), self.pair_P, self.both)
         return out
 
 
@@ -80,14 +80,14 @@ class _PairDots(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, features_BFE: torch.Tensor, pair_P: torch.Tensor, both: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, features_BFE: torch.Tensor, pair_P: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(features_BFE, both)
         products_BFF = torch.bmm(features_BFE, features_BFE.transpose(1, 2))
         pairs_BP = products_BFF.flatten(1).gather(1, pair_P.expand(len(products_BFF), -1))
         return torch.cat([features_BFE[:, 0], pairs_BP], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         features_BFE, both = ctx.saved_tensors
         width = features_BFE.shape[2]
         padded = torch.nn.functional.pad(gradient[:, width:], (0, 1)).to(features_BFE.dtype)

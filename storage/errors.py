@@ -1,10 +1,12 @@
 """The base of all our errors, and those of the warehouse."""
 
 import difflib
+import importlib
+import inspect
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 LONGEST_PART = 2_000
 """Characters of each part of a message."""
@@ -87,6 +89,32 @@ def reading_metadata(name: str) -> Iterator[None]:
             f"metadata of table '{name}'", "files as they were written", f"{type(error).__name__}: {error}",
             "Put them back from a copy, or register an earlier metadata file of the table with its catalog.",
         ) from error  # fmt: skip
+
+
+def require_private(package: str, version: str, names: Mapping[Any, Sequence[str]]) -> None:
+    """Checks that a package has the version whose private names are used, and all of them.
+
+    A module `*_private.py` uses those of one package, and calls this when it is imported.
+
+    Args:
+        version: How its version begins.
+        names: Module or class -> its private names. Those of a class may be attributes that only its methods name.
+    Raises:
+        ContractError: Says which version is expected, and which names are missing.
+    """
+    found = importlib.import_module(package).__version__
+    missing = [f"{owner.__name__}.{name}" for owner in names for name in names[owner] if not _has(owner, name)]
+    if missing or not found.startswith(version):
+        raise ContractError(
+            f"private names of {package}", f"version {version}x",
+            f"{found}{' without ' if missing else ''}{', '.join(missing)}", "Install the version of requirements/.",
+        )  # fmt: skip
+
+
+def _has(owner: Any, name: str) -> bool:
+    values = (value for kind in getattr(owner, "__mro__", ()) for value in vars(kind).values())
+    methods = filter(inspect.isfunction, (inspect.unwrap(value) for value in values if inspect.isfunction(value)))
+    return hasattr(owner, name) or any(name in method.__code__.co_names for method in methods)
 
 
 def _show(text: str) -> str:

@@ -49,7 +49,7 @@ class Selection(BaseModel, frozen=True):
         """Returns the part of the selection that Iceberg can filter."""
         parts = [parse_filter(self.filter)] if self.filter else []
         if self.equals is not None:
-            parts.append(EqualTo(*self.equals))  # type: ignore[call-arg, arg-type]  # pydantic hides its signature
+            parts.append(EqualTo(*self.equals))  # type: ignore[call-arg]  # pydantic hides its signature
         return And(*parts) if len(parts) > 1 else parts[0] if parts else None
 
     def key_columns(self) -> list[str]:

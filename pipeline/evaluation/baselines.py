@@ -70,7 +70,7 @@ class Examples:
     @staticmethod
     def concatenate(parts: Sequence["Examples"]) -> "Examples":
         """Returns the rows of all parts."""
-        weights = None if parts[0].weights is None else np.concatenate([one.weights for one in parts])  # type: ignore[misc]
+        weights = None if parts[0].weights is None else np.concatenate([one.weights for one in parts])
         return Examples(
             np.concatenate([one.dense for one in parts]),
             np.concatenate([one.ids for one in parts]),

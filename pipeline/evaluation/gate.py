@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel
-from scipy.special import stdtrit  # type: ignore[import-untyped]
+from scipy.special import stdtrit
 
 from pipeline.evaluation.config import GateConfig
 from pipeline.evaluation.evaluate import EvalReport, Evaluation

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from pydantic import BaseModel
-from scipy.special import stdtrit  # type: ignore[import-untyped]
+from scipy.special import stdtrit
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation.metrics import Floats, base_entropy

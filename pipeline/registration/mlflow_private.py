@@ -3,7 +3,7 @@
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 
-from storage.private_names import require_private
+from storage.errors import require_private
 
 require_private("mlflow", "3.", {MlflowClient: ["_tracking_client"], SqlAlchemyStore: ["_hard_delete_run"]})
 

@@ -157,7 +157,7 @@ def look_closer(
         structs = ["{" + ", ".join(f"'{key}': {value}" for key, value in look.items()) + "}" for look in looks]
         (row,) = connection.sql(f"SELECT {', '.join(structs)} FROM {rows([label, *part])}").fetchall()
         for name, one in zip(part, row, strict=True):
-            known = {key: value for key, value in one.items() if value is not None and value == value}
+            known = {key: value for key, value in one.items() if value is not None and value == value}  # noqa: PLR0124
             found[name] = {key: value for key, value in known.items() if key != "present"}
             if "readable" in found[name]:
                 found[name]["readable"] = one["readable"] / max(1, one["present"])

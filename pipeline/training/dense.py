@@ -71,19 +71,19 @@ class ReluInPlace(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        out: torch.Tensor = _Relu.apply(values)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Relu.apply(values)
         return out
 
 
 class _Relu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(values.relu_())
         ctx.save_for_backward(values)
         return values
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         [values] = ctx.saved_tensors
         whole = gradient.untyped_storage().nbytes() == gradient.nbytes
         into = gradient if whole else torch.empty_like(values)
@@ -106,7 +106,7 @@ class OneDnnLinear(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        out: torch.Tensor = _Linear.apply(inputs, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Linear.apply(inputs, self.weight, self.bias)
         return out
 
 
@@ -114,12 +114,12 @@ class _Linear(torch.autograd.Function):
     """The gradient of the weights stays with PyTorch: oneDNN is not faster there, because both factors are turned."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         return multiply_onednn(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         inputs, weight = ctx.saved_tensors
         of_inputs = multiply_onednn(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
         return of_inputs, gradient.t() @ inputs, gradient.sum(0)

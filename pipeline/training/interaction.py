@@ -17,8 +17,8 @@ from torch import nn
 from models.layers import DotInteraction, join_vectors
 from pipeline.training.tables.loops import LoopThreads
 from pipeline.training.tables.simd import (
-    LANES,
     TILE_ROWS,
+    VECTOR,
     WIDE_TILES,
     load,
     multiply_narrow_tile,
@@ -44,19 +44,19 @@ def _multiply(
         stride: Distance between rows of `other` and of `out`.
     """
     column = first
-    while WIDE_TILES and column + LANES < columns:
+    while WIDE_TILES and column + VECTOR < columns:
         multiply_tile(one, at, row_step, column_step, other, column, stride, depth, out, column, stride)
-        column += 2 * LANES
+        column += 2 * VECTOR
     while column < columns:
         multiply_narrow_tile(one, at, row_step, column_step, other, column, stride, depth, out, column, stride)
-        column += LANES
+        column += VECTOR
 
 
 @compiled
 def _copy(source: np.ndarray, at: int, out: np.ndarray, to: int, count: int) -> None:
     """Sets out[to : to + count] to source[at : at + count]."""
-    whole = count // LANES * LANES
-    for k in range(0, whole, LANES):
+    whole = count // VECTOR * VECTOR
+    for k in range(0, whole, VECTOR):
         store(out, to + k, load(source, at + k))
     for k in range(whole, count):
         out[to + k] = source[at + k]
@@ -84,24 +84,24 @@ def pair_dots(
         out: float32 [B, E + P], flat. Rows [start, stop) are written.
     """
     outputs = width + vectors * (vectors - 1) // 2
-    stride, turned_stride = (width + LANES - 1) // LANES * LANES, (vectors + LANES - 1) // LANES * LANES
+    stride, turned_stride = (width + VECTOR - 1) // VECTOR * VECTOR, (vectors + VECTOR - 1) // VECTOR * VECTOR
     own = np.zeros(turned_stride * stride, np.float32)
     turned = np.zeros(stride * turned_stride + TILE_ROWS, np.float32)  # by number, then by vector
-    products = np.empty(TILE_ROWS * turned_stride + LANES, np.float32)
-    line = np.empty(outputs + LANES, np.float32)
+    products = np.empty(TILE_ROWS * turned_stride + VECTOR, np.float32)
+    line = np.empty(outputs + VECTOR, np.float32)
     for b in range(start, stop):
         _gather(first, rest, b, ahead, vectors, width, own, stride)
-        for f in range(0, turned_stride, LANES):
-            for e in range(0, stride, LANES):
+        for f in range(0, turned_stride, VECTOR):
+            for e in range(0, stride, VECTOR):
                 turn_square(own, f * stride + e, stride, turned, e * turned_stride + f, turned_stride)
         _copy(own, 0, line, 0, width)
         at = width
         for i in range(0, vectors - 1, TILE_ROWS):
-            above = (i + 1) // LANES * LANES
+            above = (i + 1) // VECTOR * VECTOR
             _multiply(turned, i, 1, turned_stride, turned, width, products, above, vectors, turned_stride)
             for r in range(min(TILE_ROWS, vectors - i)):
                 later = vectors - i - r - 1
-                for j in range(0, later, LANES):  # what is copied beyond the end is written again by the next vector
+                for j in range(0, later, VECTOR):  # what is copied beyond the end is written again by the next vector
                     store(line, at + j, load(products, r * turned_stride + i + r + 1 + j))
                 at += later
         _copy(line, 0, out, b * outputs, outputs)
@@ -117,7 +117,7 @@ def pair_gradients(
     Args:
         gradient: float32 [B, E + P], flat. of_first, of_rest: as `first` and `rest`. Rows [start, stop) are written.
     """
-    outputs, stride = width + vectors * (vectors - 1) // 2, (width + LANES - 1) // LANES * LANES
+    outputs, stride = width + vectors * (vectors - 1) // 2, (width + VECTOR - 1) // VECTOR * VECTOR
     blocks = (vectors + TILE_ROWS - 1) // TILE_ROWS
     of_pair = np.zeros(blocks * TILE_ROWS * vectors, np.float32)  # symmetric, with zeros on the diagonal
     own = np.zeros(vectors * stride, np.float32)
@@ -166,7 +166,7 @@ class NumbaDots(DotInteraction):
         if len(whole) != 2:
             joined = join_vectors(whole)
             whole = [joined[:, :1], joined[:, 1:]]
-        out: torch.Tensor = _Dots.apply(*whole, self)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Dots.apply(*whole, self)
         return out
 
     def run(self, loop: Callable[..., None], first: torch.Tensor, rest: torch.Tensor, *others: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ class NumbaDots(DotInteraction):
 
 class _Dots(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, rest: torch.Tensor, dots: NumbaDots) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, first: torch.Tensor, rest: torch.Tensor, dots: NumbaDots) -> torch.Tensor:
         ctx.dots, ctx.vectors = dots, (first.detach().contiguous(), rest.detach().contiguous())
         rows, ahead, width = first.shape
         vectors = ahead + rest.shape[1]
@@ -191,7 +191,7 @@ class _Dots(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         of_first, of_rest = (torch.empty(vectors.shape) for vectors in ctx.vectors)
         ctx.dots.run(pair_gradients, *ctx.vectors, gradient.contiguous(), of_first, of_rest)
         return of_first, of_rest, None

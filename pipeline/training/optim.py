@@ -51,11 +51,11 @@ def fuse_table_optimizer(model: nn.Module, config: TrainConfig, plan: TorchRecPl
     settings |= {"weight_decay": config.table_weight_decay, "weight_decay_mode": WeightDecayMode.L2}
     if config.table_gradient_limit is not None:
         settings |= {"gradient_clipping": True, "max_gradient": config.table_gradient_limit}
-    for table, placed in plan.get_plan_for_module("embeddings").items():  # type: ignore[union-attr]
+    for table, placed in plan.get_plan_for_module("embeddings").items():
         if placed.sharding_type != ShardingType.DATA_PARALLEL.value:
             weight = model.get_submodule(f"embeddings.embedding_bags.{table}").weight
             rate = {"lr": table_rate(config, table)}
-            apply_optimizer_in_backward(TABLE_OPTIMIZERS[config.table_optimizer], [weight], settings | rate)  # type: ignore[list-item]
+            apply_optimizer_in_backward(TABLE_OPTIMIZERS[config.table_optimizer], [weight], settings | rate)
 
 
 def table_rate(config: TrainConfig, table: str) -> float:

@@ -9,22 +9,22 @@ from pyiceberg.io.pyarrow import PyArrowFile
 from pyiceberg.table import Table, Transaction
 from pyiceberg.table.update import AssertRefSnapshotId, TableUpdate, snapshot
 
-from storage.private_names import require_private
+from storage.errors import require_private
 
 VERSION = "0.12."
 require_private(
     "pyiceberg", VERSION, {
         of_pyarrow: ["_pyarrow_to_schema_without_ids"],
-        visitors: ["_InclusiveMetricsEvaluator"],
         PyArrowFile: ["_filesystem", "_path", "_buffer_size"],
         Transaction: ["_table", "_updates", "_stage"],
         snapshot: ["_OverwriteFiles", "_ManifestMergeManager"],
+        visitors: ["_InclusiveMetricsEvaluator"],
     },
 )  # fmt: skip
-InclusiveMetricsEvaluator = visitors._InclusiveMetricsEvaluator
 to_schema_without_ids = of_pyarrow._pyarrow_to_schema_without_ids
 OverwriteFiles = snapshot._OverwriteFiles
 ManifestMergeManager = snapshot._ManifestMergeManager
+MetricsEvaluator = visitors._InclusiveMetricsEvaluator
 require_private(
     "pyiceberg", VERSION, {
         OverwriteFiles: [

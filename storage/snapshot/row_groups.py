@@ -24,7 +24,7 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
-from storage.snapshot.pyiceberg_private import InclusiveMetricsEvaluator
+from storage.snapshot.pyiceberg_private import MetricsEvaluator
 
 STORED_AS = {DateType: pa.int32(), TimestampType: pa.int64(), TimestamptzType: pa.int64()}
 """Types that Iceberg stores as numbers."""
@@ -54,7 +54,7 @@ class GroupFilter:
     """
 
     def __init__(self, schema: Schema, row_filter: BooleanExpression, columns: Mapping[str, pa.DataType]) -> None:
-        self._evaluator = InclusiveMetricsEvaluator(schema, row_filter)
+        self._evaluator = MetricsEvaluator(schema, row_filter)
         self._fields = {name: (schema.find_field(name), kind) for name, kind in columns.items()}
 
     def may_match(self, group: pq.RowGroupMetaData, stored: Mapping[str, FileColumn | None]) -> bool:

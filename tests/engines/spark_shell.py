@@ -14,7 +14,7 @@ DRIVER = "/usr/share/java/postgresql.jar"
 
 def start(engines: Path, url: str, folder: Path, catalogs: list[str]) -> Any:
     """Starts Spark with Iceberg catalogs of one database."""
-    from pyspark.sql import SparkSession  # this process alone has it
+    from pyspark.sql import SparkSession  # type: ignore[import-not-found]  # this process alone has it
 
     runtime = next(engines.glob("*/jars/iceberg-spark-runtime-*_2.12-*.jar"))
     jars = [DRIVER, str(runtime), str(engines / "relocated-jackson.jar")]

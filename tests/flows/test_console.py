@@ -105,7 +105,7 @@ def test_history_of_our_flows_alone_is_cleared(prefect):
     database = PREFECT_API_DATABASE_CONNECTION_URL.value().removeprefix("sqlite+aiosqlite:///")
     foreign = [Flow(lambda: None, name=name) for name in ("billing", "train")]
     ours = PrivateFlow(lambda: None, name="end-to-end")
-    runs = [one(return_state=True).state_details.flow_run_id for one in (*foreign, ours)]
+    runs = [one(return_state=True).state_details.flow_run_id for one in (*foreign, ours)]  # type: ignore[attr-defined]
     with get_client(sync_client=True) as client:
         with closing(sqlite3.connect(database, timeout=60)) as connection, connection:  # the server knows only today
             old = "UPDATE flow_run SET end_time = '2001-01-01 00:00:00.000000' WHERE id IN (?, ?, ?)"

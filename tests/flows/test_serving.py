@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from mlflow.pyfunc import PyFuncModel
 
 from flows.end_to_end import end_to_end
 from pipeline.config import RunConfig, load
@@ -88,7 +89,7 @@ class Served(NamedTuple):
     """A model in three forms: behind a server, loaded by MLflow, and as a folder."""
 
     address: str
-    pyfunc: mlflow.pyfunc.PyFuncModel
+    pyfunc: PyFuncModel
     loaded: LoadedModel
     rows: pa.Table
     """Raw rows of the trainer's probe."""

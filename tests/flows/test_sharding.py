@@ -78,5 +78,5 @@ def test_figures_add_up() -> None:
     rows = [{"table": f"t{i}", "ranks": [i % 2], "bytes": [2**20], "milliseconds": [1.0 + i]} for i in range(15)]
     memory, time = plots.sharding_plan(rows, 2).axes
     for axes, total in ((memory, 15.0), (time, sum(1.0 + i for i in range(15)))):
-        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(total)
+        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(total)  # type: ignore[attr-defined]
     assert format_rows(rows[:1]).splitlines()[1].split() == ["t0", "0", "1048576", "1"]

@@ -268,7 +268,7 @@ class Disk:
         if "+" in mode:
             return raw if "b" in mode else io.TextIOWrapper(io.BufferedRandom(raw), *args, **kwargs)
         binary = SimulatedFile(self, path, raw)
-        return binary if "b" in mode else io.TextIOWrapper(binary, *args, **kwargs)  # type: ignore[arg-type]
+        return binary if "b" in mode else io.TextIOWrapper(binary, *args, **kwargs)
 
     def rmtree(self, path: Any, ignore_errors: bool = False, **kwargs: Any) -> None:
         if not self.holds(path):

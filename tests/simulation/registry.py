@@ -49,7 +49,7 @@ FAULTS = (*disk.FAULTS, *server.FAULTS, JUMP, OTHER)
 MODEL = "ads"
 KEPT = 2
 """Newest versions that retention keeps."""
-BLANK = Quality(**dict.fromkeys(Quality.model_fields) | {"rows": 1, "undefined": {}})  # type: ignore[arg-type]
+BLANK = Quality(**dict.fromkeys(Quality.model_fields) | {"rows": 1, "undefined": {}})
 
 
 class Run:
@@ -110,7 +110,7 @@ class Run:
         if any(is_intact(space.tracking, MODEL, *one) for one in found):
             return
         folder = Workspace.unfinished_folder(space, "runs", f"{MODEL}-{identity}", REGISTERED)
-        work = TrainingJob.model_construct(
+        work = TrainingJob.model_construct(  # type: ignore[call-arg]
             identity=identity, folder=str(folder), snapshot=SimpleNamespace(snapshot_id=1), data={"test": None},
             tags={}, notes={}, done=None, start=None, earlier=(),
         )  # fmt: skip

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from scipy.stats.qmc import Sobol  # type: ignore[import-untyped]
+from scipy.stats.qmc import Sobol
 
 from models.config import DLRMConfig
 from pipeline.study.measure.cost import list_layers

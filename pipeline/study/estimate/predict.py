@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel
-from scipy.optimize import nnls  # type: ignore[import-untyped]
+from scipy.optimize import nnls
 
 from pipeline.errors import ConfigError
 from pipeline.study.measure.machine import Ceilings

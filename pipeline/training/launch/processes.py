@@ -375,7 +375,7 @@ def last_words(code: int, log: Path) -> str:
 def _failed(ranks: list[ForkedProcess]) -> list[tuple[int, int]]:
     """Returns (rank, exit code) of the ranks that failed."""
     codes = [(rank, process.poll()) for rank, process in enumerate(ranks)]
-    return [(rank, code) for rank, code in codes if code not in (None, 0)]  # type: ignore[misc]
+    return [(rank, code) for rank, code in codes if code not in (None, 0)]
 
 
 def _end(ranks: list[ForkedProcess]) -> None:

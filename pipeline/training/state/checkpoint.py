@@ -120,7 +120,7 @@ def save(
             temporary.mkdir(parents=True)
         dist.barrier(group=group)
         writer = FileSystemWriter(str(temporary))
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group)  # type: ignore[attr-defined]
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
         if first:
             _seal(temporary, folder, progress, identity)
     except (OSError, CheckpointException) as error:
@@ -235,7 +235,7 @@ def load(
         expected = f"shape {wanted[name]}" if name in wanted else "no such tensor"
         raise _unfit(folder, f"tensor '{name}'", expected, f"{stored.get(name, 'no such tensor')}")
     with _reading(folder):
-        dcp.load(tensors, storage_reader=_SafeReader(str(folder)))  # type: ignore[attr-defined]
+        dcp.load(tensors, storage_reader=_SafeReader(str(folder)))
 
 
 @contextmanager
@@ -311,7 +311,7 @@ def read_whole(folder: Path, *prefixes: str) -> dict[str, torch.Tensor]:
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes)
         }
-        dcp.load(tensors, storage_reader=_SafeReader(str(folder)), no_dist=True)  # type: ignore[attr-defined]
+        dcp.load(tensors, storage_reader=_SafeReader(str(folder)), no_dist=True)
     return tensors
 
 
@@ -323,7 +323,7 @@ def write_whole(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(temporary)), no_dist=True)  # type: ignore[attr-defined]
+        dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(temporary)), no_dist=True)
         _seal(temporary, folder, progress, identity)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

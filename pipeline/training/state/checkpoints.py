@@ -137,7 +137,7 @@ class StoredCheckpoints(Checkpoints):
             temporary.mkdir(parents=True)
 
         def write() -> None:
-            dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(temporary)), process_group=group)  # type: ignore[attr-defined]
+            dcp.save(dict(tensors), storage_writer=FileSystemWriter(str(temporary)), process_group=group)
 
         def put() -> dict[str, str]:
             if rank == 0:

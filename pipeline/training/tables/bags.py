@@ -139,7 +139,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self.parts = 1 << (threads - 1).bit_length()
         self.loops = LoopThreads(threads)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         indices: torch.Tensor,
         offsets: torch.Tensor,
@@ -150,7 +150,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         if any(value is not None for value in others.values()):
             raise NotImplementedError("The numba kernel knows no other options of a lookup.")
         weights = None if per_sample_weights is None else per_sample_weights.detach().float()
-        pooled: torch.Tensor = _Lookup.apply(  # type: ignore[no-untyped-call]
+        pooled: torch.Tensor = _Lookup.apply(
             self.placeholder_autograd_tensor, self, indices.long(), offsets.long(), weights
         )
         return pooled
@@ -254,11 +254,11 @@ class _Lookup(torch.autograd.Function):
     """The lookup for autograd. Its backward pass updates the tables and returns no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, bags: NumbaBags, *batch: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, trigger: torch.Tensor, bags: NumbaBags, *batch: torch.Tensor | None) -> torch.Tensor:
         ctx.bags, ctx.batch = bags, [None if tensor is None else tensor.numpy() for tensor in batch]
         return torch.from_numpy(bags.lookup(*ctx.batch))
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, ...]:
         ctx.bags.update(*ctx.batch, gradient.float())
         return (None, None, None, None, None)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.training.tables.simd import LANES, add, broadcast, load, multiply, reduce_sum, store, zero
+from pipeline.training.tables.simd import VECTOR, add, broadcast, load, multiply, reduce_sum, store, zero
 from storage.compiled import compiled, compiled_fast, inlined, prefetch
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = range(4)
@@ -15,7 +15,7 @@ PREFETCH_LOOKUPS = 8
 """Lookups between the prefetch of a row and its use. Without it the loops wait for memory half of the time."""
 UNSEEN, DONE = -1, -2
 """Marks of rows without a slot: not seen yet in this update, and updated in an earlier round."""
-FOUR = 4 * LANES
+FOUR = 4 * VECTOR
 """Numbers that are summed in four registers at a time."""
 
 
@@ -67,7 +67,7 @@ def pool(
         final, inside = np.uint64(offsets[(f + 1) * bags] - 1), np.uint64(rows)
         # In the loops below, counting would take a quarter of their time.
         outside += _count_outside(indices, offsets[f * bags + first], offsets[f * bags + last], rows)
-        fours, ones = width // FOUR * FOUR, width // LANES * LANES
+        fours, ones = width // FOUR * FOUR, width // VECTOR * VECTOR
         for b in range(first, last):
             start, stop = offsets[f * bags + b], offsets[f * bags + b + 1]
             into = b * stride + column
@@ -75,20 +75,20 @@ def pool(
                 sum0, sum1, sum2, sum3 = zero(), zero(), zero(), zero()
                 for j in range(np.uint64(start), np.uint64(stop)):
                     coming = origin + indices[min(j + ahead, final)] * width + e
-                    for line in range(0, FOUR, LANES):
+                    for line in range(0, FOUR, VECTOR):
                         prefetch(weights, coming + line)
                     row = indices[j]
                     if np.uint64(row) < inside:
                         source = origin + row * width + e
                         sum0 = add(sum0, load(weights, source))
-                        sum1 = add(sum1, load(weights, source + LANES))
-                        sum2 = add(sum2, load(weights, source + 2 * LANES))
-                        sum3 = add(sum3, load(weights, source + 3 * LANES))
+                        sum1 = add(sum1, load(weights, source + VECTOR))
+                        sum2 = add(sum2, load(weights, source + 2 * VECTOR))
+                        sum3 = add(sum3, load(weights, source + 3 * VECTOR))
                 store(flat, into + e, sum0)
-                store(flat, into + e + LANES, sum1)
-                store(flat, into + e + 2 * LANES, sum2)
-                store(flat, into + e + 3 * LANES, sum3)
-            for e in range(fours, ones, LANES):
+                store(flat, into + e + VECTOR, sum1)
+                store(flat, into + e + 2 * VECTOR, sum2)
+                store(flat, into + e + 3 * VECTOR, sum3)
+            for e in range(fours, ones, VECTOR):
                 sum0 = zero()
                 for j in range(np.uint64(start), np.uint64(stop)):
                     prefetch(weights, origin + indices[min(j + ahead, final)] * width + e)
@@ -125,7 +125,7 @@ def pool_weighted(
             into[:] = 0.0
             for j in range(offsets[f * bags + b], offsets[f * bags + b + 1]):
                 coming = origin + indices[min(j + PREFETCH_LOOKUPS, final)] * width
-                for line in range(0, width, LANES):
+                for line in range(0, width, VECTOR):
                     prefetch(weights, coming + line)
                 if not 0 <= indices[j] < rows:
                     outside += 1
@@ -151,8 +151,8 @@ def _scale(vector: np.ndarray, factor: np.float32, limit: np.float32, out: np.nd
 def _copy(vector: np.ndarray, sums: np.ndarray, begin: int) -> None:
     """Sets sums[begin : begin + width] to a vector of that width."""
     width = len(vector)
-    ones = width // LANES * LANES
-    for e in range(0, ones, LANES):
+    ones = width // VECTOR * VECTOR
+    for e in range(0, ones, VECTOR):
         store(sums, begin + e, load(vector, e))
     for e in range(ones, width):
         sums[begin + e] = vector[e]
@@ -162,16 +162,16 @@ def _copy(vector: np.ndarray, sums: np.ndarray, begin: int) -> None:
 def _add(vector: np.ndarray, sums: np.ndarray, begin: int) -> None:
     """Adds a vector to sums[begin : begin + width]."""
     width = len(vector)
-    fours, ones = width // FOUR * FOUR, width // LANES * LANES
+    fours, ones = width // FOUR * FOUR, width // VECTOR * VECTOR
     for e in range(0, fours, FOUR):
         at = begin + e
-        sum0, sum1 = load(sums, at), load(sums, at + LANES)
-        sum2, sum3 = load(sums, at + 2 * LANES), load(sums, at + 3 * LANES)
+        sum0, sum1 = load(sums, at), load(sums, at + VECTOR)
+        sum2, sum3 = load(sums, at + 2 * VECTOR), load(sums, at + 3 * VECTOR)
         store(sums, at, add(sum0, load(vector, e)))
-        store(sums, at + LANES, add(sum1, load(vector, e + LANES)))
-        store(sums, at + 2 * LANES, add(sum2, load(vector, e + 2 * LANES)))
-        store(sums, at + 3 * LANES, add(sum3, load(vector, e + 3 * LANES)))
-    for e in range(fours, ones, LANES):
+        store(sums, at + VECTOR, add(sum1, load(vector, e + VECTOR)))
+        store(sums, at + 2 * VECTOR, add(sum2, load(vector, e + 2 * VECTOR)))
+        store(sums, at + 3 * VECTOR, add(sum3, load(vector, e + 3 * VECTOR)))
+    for e in range(fours, ones, VECTOR):
         store(sums, begin + e, add(load(sums, begin + e), load(vector, e)))
     for e in range(ones, width):
         sums[begin + e] += vector[e]
@@ -189,10 +189,10 @@ def _step(
     """
     rate, eps, decay = settings[0], settings[1], settings[2]
     beta1, beta2, correct1, correct2 = settings[4], settings[5], settings[6], settings[7]
-    one, ones = np.float32(1.0), width // LANES * LANES
+    one, ones = np.float32(1.0), width // VECTOR * VECTOR
     for k in range(count):
         coming = rows[min(k + PREFETCH_LOOKUPS, count - 1)]
-        for e in range(0, width, LANES):
+        for e in range(0, width, VECTOR):
             prefetch(weights, origin + coming * width + e)
             if kind in (ADAGRAD, ADAM):
                 prefetch(moment, origin + coming * width + e)
@@ -207,7 +207,7 @@ def _step(
                 sums[of_sums + e] += decay * weights[of_row + e]
         if kind == ROWWISE_ADAGRAD:
             squares16 = zero()
-            for e in range(0, ones, LANES):
+            for e in range(0, ones, VECTOR):
                 squares16 = add(squares16, multiply(load(sums, at + e), load(sums, at + e)))
             squares = reduce_sum(squares16)
             for e in range(ones, width):
@@ -215,7 +215,7 @@ def _step(
             now = moment[row] + squares / np.float32(width)
             moment[row] = now
             step = -rate / (np.sqrt(now) + eps)
-            for e in range(0, ones, LANES):
+            for e in range(0, ones, VECTOR):
                 store(weights, begin + e, add(load(weights, begin + e), multiply(broadcast(step), load(sums, at + e))))
             for e in range(ones, width):
                 weights[begin + e] += step * sums[at + e]
@@ -298,7 +298,7 @@ def update(
                         for e in range(width):
                             vector[e] = min(max(vector[e], -limit), limit)
                     coming_vector = (b + 1) * stride + column
-                    for e in range(0, width, LANES):
+                    for e in range(0, width, VECTOR):
                         prefetch(gradient, coming_vector + e)
                     for j in range(start, stop):
                         prefetch(slots, first_row + indices[min(j + 2 * PREFETCH_LOOKUPS, final)])

@@ -102,7 +102,7 @@ def _find_best(
         debug=False,
     )
     try:
-        planner.plan(model, [BagSharder(KERNELS[config.table_memory])])  # type: ignore[list-item]
+        planner.plan(model, [BagSharder(KERNELS[config.table_memory])])
     except PlannerError as error:
         raise TrainingError(
             f"{WHERE} {_describe_setting(config)}", f"{len(constraints)} tables that fit on {config.world_size} ranks",

@@ -67,17 +67,17 @@ def apply_plan(
     alone = dist.get_world_size(group) == 1
     _require_whole_hosts(plan, dist.get_world_size(group))
     if group is not None:
-        for table in torchrec_plan.plan["embeddings"].values():  # type: ignore[attr-defined]
+        for table in torchrec_plan.plan["embeddings"].values():
             for part in table.sharding_spec.shards:  # a shard is placed by its global rank
                 rank = dist.get_global_rank(group, part.placement.rank())
                 part.placement = RemoteDevice(f"rank:{rank}/{part.placement.device()}")
     sent = QCommsConfig(CommType[vectors.upper()], CommType[gradients.upper()])
     sharded = DistributedModelParallel(
         module=model,
-        env=ShardingEnv.from_process_group(group or dist.group.WORLD),  # type: ignore[arg-type]
+        env=ShardingEnv.from_process_group(group or dist.group.WORLD),
         device=device,
         plan=torchrec_plan,
-        sharders=[BagSharder(codecs=get_qcomm_codecs_registry(sent, device=device))],  # type: ignore[list-item]
+        sharders=[BagSharder(codecs=get_qcomm_codecs_registry(sent, device=device))],
         init_data_parallel=not alone,  # a single rank has no gradients to average
     )
     if alone:

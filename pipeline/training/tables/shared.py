@@ -265,7 +265,7 @@ class Exchange:
         """
         parts = sparse.split(self.splits) if self.bags else []
         batch = OwnBatch([_lists(part) for part in parts], sparse.stride(), sparse.place)
-        vectors: torch.Tensor = _SharedLookup.apply(self.trigger, self, batch)  # type: ignore[no-untyped-call]
+        vectors: torch.Tensor = _SharedLookup.apply(self.trigger, self, batch)
         return vectors
 
     def receive(self, vectors: torch.Tensor, context: Any) -> Awaitable[torch.Tensor]:
@@ -399,11 +399,11 @@ class _SharedLookup(torch.autograd.Function):
     """The lookup for autograd. Its backward pass updates the tables and returns no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, trigger: torch.Tensor, exchange: Exchange, batch: OwnBatch) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, trigger: torch.Tensor, exchange: Exchange, batch: OwnBatch) -> torch.Tensor:
         ctx.exchange, ctx.batch = exchange, batch
         return exchange.pool(batch)
 
     @staticmethod
-    def backward(ctx: Any, gradient_BC: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_BC: torch.Tensor) -> tuple[None, None, None]:
         ctx.exchange.update(ctx.batch, gradient_BC)
         return (None, None, None)

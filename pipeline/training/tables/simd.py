@@ -13,14 +13,14 @@ from numba.extending import models, register_model
 
 from storage.compiled import instruction
 
-LANES = 16
+VECTOR = 16
 """float32 numbers in a `Simd`, which is one cache line. Processors with shorter registers use several."""
-_VECTOR = ir.VectorType(ir.FloatType(), LANES)
-_ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
+_TYPE = ir.VectorType(ir.FloatType(), VECTOR)
+_ZERO = ir.Constant(_TYPE, [0.0] * VECTOR)
 _INDEX = ir.IntType(64)
 
 
-class Simd(types.Type):  # type: ignore[misc]
+class Simd(types.Type):
     """Numba type of these vectors."""
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class Simd(types.Type):  # type: ignore[misc]
 
 
 @register_model(Simd)
-class _SimdModel(models.PrimitiveModel):  # type: ignore[misc]
+class _SimdModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Simd) -> None:
-        super().__init__(manager, kind, _VECTOR)
+        super().__init__(manager, kind, _TYPE)
 
 
 _SIMD = Simd()
@@ -38,7 +38,7 @@ _SIMD = Simd()
 
 def _address(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
     data = context.make_array(kind)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [index]), _VECTOR.as_pointer())
+    return builder.bitcast(builder.gep(data, [index]), _TYPE.as_pointer())
 
 
 def _load(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any:
@@ -51,12 +51,12 @@ def _store(context: Any, builder: Any, kind: Any, array: Any, index: Any, vector
 
 def _place(builder: Any, first: Any, step: Any, count: Any, vector: int = 0) -> Any:
     """Returns the index first + step * count + 16 * vector."""
-    return builder.add(builder.add(first, builder.mul(step, count)), _INDEX(LANES * vector))
+    return builder.add(builder.add(first, builder.mul(step, count)), _INDEX(VECTOR * vector))
 
 
 def _broadcast(builder: Any, number: Any) -> Any:
-    first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
+    first = builder.insert_element(ir.Constant(_TYPE, ir.Undefined), number, ir.IntType(32)(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(ir.IntType(32), VECTOR), [0] * VECTOR))
 
 
 @instruction
@@ -112,7 +112,7 @@ def multiply(_: Any, one: Any, other: Any) -> Any:
 
 @instruction
 def broadcast(_: Any, number: Any) -> Any:
-    """Returns a vector with a float32 number in every lane."""
+    """Returns a vector with a float32 number in every place."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return _broadcast(builder, arguments[0])
@@ -127,9 +127,9 @@ def reduce_sum(_: Any, vector: Any) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         value, whole = arguments[0], ir.IntType(32)
         for half in (8, 4, 2, 1):
-            order = [*range(half, 2 * half), *range(half, 2 * half)] * (LANES // (2 * half))
+            order = [*range(half, 2 * half), *range(half, 2 * half)] * (VECTOR // (2 * half))
             value = builder.fadd(
-                value, builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(whole, LANES), order))
+                value, builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(whole, VECTOR), order))
             )
         return builder.extract_element(value, whole(0))
 
@@ -144,11 +144,11 @@ def turn_square(_: Any, array: Any, at: Any, step: Any, out: Any, out_at: Any, o
         array, at, step, out, out_at, out_step = arguments
         rows = [
             _load(context, builder, signature.args[0], array, _place(builder, at, step, _INDEX(r)))
-            for r in range(LANES)
+            for r in range(VECTOR)
         ]
-        half = LANES // 2
-        orders = [[start + n // 2 + n % 2 * LANES for n in range(LANES)] for start in (0, half)]
-        masks = [ir.Constant(ir.VectorType(ir.IntType(32), LANES), order) for order in orders]
+        half = VECTOR // 2
+        orders = [[start + n // 2 + n % 2 * VECTOR for n in range(VECTOR)] for start in (0, half)]
+        masks = [ir.Constant(ir.VectorType(ir.IntType(32), VECTOR), order) for order in orders]
         # Each pass interleaves row r with row r + 8, as one shuffles cards. Four passes turn 16 rows.
         for _ in range(4):
             pairs = list(zip(rows[:half], rows[half:], strict=True))
@@ -183,14 +183,14 @@ def _tile_op(vectors: int) -> Any:
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             one, at, row_step, column_step, other, other_at, other_step, depth, out, out_at, out_step = arguments
             factors = context.make_array(signature.args[0])(context, builder, one).data
-            kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-            multiply_add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
+            kind = ir.FunctionType(_TYPE, [_TYPE] * 3)
+            multiply_add = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{VECTOR}f32")
             tile = [(r, v) for r in range(TILE_ROWS) for v in range(vectors)]
 
             before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
             builder.branch(loop)
             builder.position_at_end(loop)
-            k, sums = builder.phi(_INDEX), [builder.phi(_VECTOR) for _ in tile]
+            k, sums = builder.phi(_INDEX), [builder.phi(_TYPE) for _ in tile]
             columns = [
                 _load(context, builder, signature.args[4], other, _place(builder, other_at, other_step, k, v))
                 for v in range(vectors)

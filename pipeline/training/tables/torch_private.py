@@ -8,7 +8,7 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 
-from storage.private_names import require_private
+from storage.errors import require_private
 
 __all__ = ["EnumerableShardingSpec", "Shard", "ShardMetadata", "ShardedTensorMetadata"]
 

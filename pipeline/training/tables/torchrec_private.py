@@ -18,7 +18,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from storage.private_names import require_private
+from storage.errors import require_private
 
 require_private(
     "torchrec", "1.8.", {
@@ -115,9 +115,9 @@ def replace_exchange(
     receive: Callable[[Tensor, Any], Awaitable[Tensor]],
 ) -> None:
     """Replaces how the tables of one of TorchRec's shardings get their ids, look them up, and hand out the vectors."""
-    tables._embedding_shardings[at].create_input_dist = lambda device=None: send  # type: ignore[method-assign]
+    tables._embedding_shardings[at].create_input_dist = lambda device=None: send
     tables._lookups[at].forward = look_up
-    tables._output_dists[at] = receive  # type: ignore[call-overload]
+    tables._output_dists[at] = receive
 
 
 def reorder_vectors(tables: ShardedEmbeddingBagCollection, widths: Mapping[str, int]) -> None:

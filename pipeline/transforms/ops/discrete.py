@@ -106,7 +106,7 @@ class GetLocalHour(Op):
         [12, 13]
     """
 
-    reads = PerOp[Reads](("dense",), _with_offset)  # type: ignore[assignment]
+    reads = PerOp[Reads](("dense",), _with_offset)
     makes = "sparse"
     kind: Literal["get_local_hour"] = "get_local_hour"
     time_unit: Literal["seconds", "milliseconds", "microseconds"] = "seconds"

@@ -72,8 +72,8 @@ class ComputeScore(Op):
         [0.75]
     """
 
-    reads = PerOp[Reads](("sparse", "scores", "sparse", "scores"), _reads)  # type: ignore[assignment]
-    makes = PerOp[Makes]("dense", _makes)  # type: ignore[assignment]
+    reads = PerOp[Reads](("sparse", "scores", "sparse", "scores"), _reads)
+    makes = PerOp[Makes]("dense", _makes)
     kind: Literal["compute_score"] = "compute_score"
     function: Function
     """The function decides the inputs. Two lists of ids: `has_id_overlap`, `id_overlap_count`, `get_max_count`,

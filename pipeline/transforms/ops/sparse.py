@@ -93,7 +93,7 @@ class MapId(Op):
     """
 
     reads, makes, learns = ("sparse",), "sparse", "vocabulary"
-    in_place = PerOp[bool](False, lambda op: op.unknown is not None)  # type: ignore[assignment]
+    in_place = PerOp[bool](False, lambda op: op.unknown is not None)
     kind: Literal["map_id"] = "map_id"
     vocabulary: tuple[Id | str, ...] | None = None
     """Ids in the order of their indices. None learns them."""

@@ -29,7 +29,7 @@ class Weigh(Op):
         [[4, 5], [0.25, 0.75]]
     """
 
-    reads = PerOp[Reads](("sparse", "scores", "sparse"), _reads)  # type: ignore[assignment]
+    reads = PerOp[Reads](("sparse", "scores", "sparse"), _reads)
     makes = "sparse"
     kind: Literal["weigh"] = "weigh"
     mean: bool = False

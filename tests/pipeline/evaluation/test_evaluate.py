@@ -30,9 +30,7 @@ def parts():
     extra = pa.table({"country": country, "truth": truth, "user": user})
     champion = np.clip(truth + random.normal(0, 0.2, 3_000), 0.01, 0.99)
     return [
-        ScoredRows(
-            *(values[i : i + 700] for values in (labels, probabilities)), extra.slice(i, 700), champion[i : i + 700]
-        )
+        ScoredRows(labels[i : i + 700], probabilities[i : i + 700], extra.slice(i, 700), champion[i : i + 700])
         for i in range(0, 3_000, 700)
     ]
 

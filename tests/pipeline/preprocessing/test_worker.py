@@ -252,7 +252,7 @@ def test_work_done_again_gives_the_same(data: DataSpec) -> None:
 
 
 def test_costs_add_up_and_travel() -> None:
-    a = Costs(1.0, 2.0, 3.0, 4, 5, Counter(x=1.0), Counter(n=2), read_sizes=Counter({"64": 1}), row_groups_skipped=3)  # type: ignore[arg-type]
+    a = Costs(1.0, 2.0, 3.0, 4, 5, Counter(x=1.0), Counter(n=2), read_sizes=Counter({"64": 1}), row_groups_skipped=3)
     a.cache.update(hits=3)
     b = Costs.from_json(vars(a))
     b.add(a)

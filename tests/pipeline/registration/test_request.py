@@ -1,6 +1,7 @@
 """Raw rows as callers send them: how values are converted, when defaults apply, what is refused."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +23,7 @@ VALUES = {
     "list<long>": ([[1, 2**62 + 1], [], None, [3.0, None], np.array([4])], [[1, 2**62 + 1], [], None, [3, None], [4]]),
     "list<string>": ([["a", None], [], None], [["a", None], [], None]),
 }
-WRONG = {
+WRONG: dict[str, list[Any]] = {
     "double": ["1", [1.0], {}, b"1", 10**400],
     "long": ["1", 1.5, 2.0**60, 2**63, [1, 2], ["1"], float("inf"), {}],
     "string": [1, ["a"], b"a", "\ud800", True],

@@ -3,7 +3,6 @@
 import datetime
 import json
 
-import mlflow
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -12,6 +11,7 @@ import torch
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.models.utils import _enforce_schema
+from mlflow.pyfunc import PyFuncModel
 from mlflow.pyfunc.model import _PythonModelPyfuncWrapper
 
 from models.config import DLRMConfig
@@ -177,12 +177,12 @@ def test_column_types():
     }
 
 
-def logged(loaded: LoadedModel) -> mlflow.pyfunc.PyFuncModel:
+def logged(loaded: LoadedModel) -> PyFuncModel:
     """The model from `mlflow.pyfunc.load_model`, with MLflow's signature before the scorer."""
     python_model = Scorer()
     python_model.loaded = loaded
     meta = Model(signature=ModelSignature.from_dict(signature_of(loaded.columns).to_dict()))
-    return mlflow.pyfunc.PyFuncModel(meta, _PythonModelPyfuncWrapper(python_model, None, meta.signature))
+    return PyFuncModel(meta, _PythonModelPyfuncWrapper(python_model, None, meta.signature))
 
 
 AGES, TAGS = [25.0, None, 61.0], [[1, 2, 3], [], None]

@@ -1,5 +1,7 @@
 """One user's candidates score as rows that repeat the user's columns, and the user's side is made once."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -31,7 +33,7 @@ COLUMNS = pa.schema(
     }
 )  # fmt: skip
 USER = {"age": 31, "user": 2**61 + 1, "country": "NO", "seen": [4, 4, 9]}
-ITEMS = [
+ITEMS: list[dict[str, Any]] = [
     {"price": 1.5, "item": 7, "category": "books"},
     {"price": None, "item": 8, "category": None},
     {"price": 9.0, "item": 7, "category": "shoes"},

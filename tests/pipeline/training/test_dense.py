@@ -16,7 +16,7 @@ from pipeline.training.dense import (
     use_cpu_layers,
 )
 from pipeline.training.interaction import NumbaDots
-from pipeline.training.tables.simd import LANES, TILE_ROWS, multiply_narrow_tile, multiply_tile
+from pipeline.training.tables.simd import TILE_ROWS, VECTOR, multiply_narrow_tile, multiply_tile
 from storage.compiled import compiled
 
 
@@ -62,14 +62,14 @@ def test_dots_and_their_gradients_are_those_of_the_definition(counts, width, row
 
 def test_tiles_of_both_widths_have_the_same_bits():
     """A processor takes one of them for all its products."""
-    one, other = draw(TILE_ROWS, 9), draw(9, 2 * LANES, seed=1)
-    wide, narrow = np.empty((2, TILE_ROWS * 2 * LANES), np.float32)
+    one, other = draw(TILE_ROWS, 9), draw(9, 2 * VECTOR, seed=1)
+    wide, narrow = np.empty((2, TILE_ROWS * 2 * VECTOR), np.float32)
 
     @compiled
     def multiply(one, other, wide, narrow):
-        multiply_tile(one, 0, 9, 1, other, 0, 2 * LANES, 9, wide, 0, 2 * LANES)
-        for column in (0, LANES):
-            multiply_narrow_tile(one, 0, 9, 1, other, column, 2 * LANES, 9, narrow, column, 2 * LANES)
+        multiply_tile(one, 0, 9, 1, other, 0, 2 * VECTOR, 9, wide, 0, 2 * VECTOR)
+        for column in (0, VECTOR):
+            multiply_narrow_tile(one, 0, 9, 1, other, column, 2 * VECTOR, 9, narrow, column, 2 * VECTOR)
 
     multiply(one.numpy().reshape(-1), other.numpy().reshape(-1), wide, narrow)
     assert wide.tobytes() == narrow.tobytes()

@@ -118,7 +118,7 @@ def unsharded_model() -> DLRM:
     with torch.no_grad():
         for name, value in model.named_parameters():
             if name.startswith("embeddings."):
-                value.copy_(torch.from_numpy(_block(SEED, name, 0, *value.shape, MODEL.embedding_init)))
+                value.copy_(torch.from_numpy(_block(SEED, name, 0, *value.shape, MODEL.embedding_init)))  # type: ignore[call-arg]
             else:
                 value.copy_(meta.get_parameter(name))
     return model

@@ -107,7 +107,7 @@ def test_initial_tables(
     assert [value.shape[0] for value in tables.values()] == [50, 83]
     for name, value in tables.items():
         bound = half_width or value.shape[0] ** -0.5
-        np.testing.assert_allclose(value, drawn(spec.seed, name, *value.shape, bound), atol=1e-7)
+        np.testing.assert_allclose(value, drawn(spec.seed, name, *value.shape, bound), atol=1e-7)  # type: ignore[call-arg]
         assert value.abs().max() <= bound
     first, second = tables.values()
     assert not torch.equal(first[:50] / first.abs().max(), second[:50] / second.abs().max())

@@ -138,7 +138,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.gpu
 def test_two_ranks_on_one_device_learn_what_one_learns(alone: None, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(train_shared, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(train_shared, (str(tmp_path),), nprocs=2)
     single = train([*islice(batches(), 4), replace(next(batches(0, 2)), global_rows=12), *islice(batches(), 5, None)])
     plain, *others = (
         load_file(tmp_path / f"{name}-1.safetensors") | load_file(tmp_path / f"{name}-0.safetensors") for name in SHARED
@@ -188,7 +188,7 @@ def test_closing_ends_the_thread_and_reads_no_further() -> None:
     staged = StagedBatches(endless(), DEVICE, narrow=False)
     batches_of = staged.iterate()
     next(batches_of)
-    batches_of.close()
+    batches_of.close()  # type: ignore[attr-defined]
     assert closed.is_set()
     assert not staged.thread.is_alive()
     assert len(read) <= AHEAD + 4

@@ -179,7 +179,7 @@ def other_writers(path: Path, table: pa.Table) -> Iterator[str]:
             db.execute(f"COPY lists TO '{path}' (FORMAT parquet, PARQUET_VERSION {version}, ROW_GROUP_SIZE 2048)")
         yield f"DuckDB {version}"
     for compression in ("zstd", "lz4", "snappy", "uncompressed"):
-        pl.from_arrow(table).write_parquet(path, compression=compression, data_page_size=2_000, row_group_size=2_000)  # type: ignore[union-attr, arg-type]
+        pl.from_arrow(table).write_parquet(path, compression=compression, data_page_size=2_000, row_group_size=2_000)  # type: ignore[union-attr]
         yield f"Polars {compression}"
 
 

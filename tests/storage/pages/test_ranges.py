@@ -76,7 +76,7 @@ def test_reads_of_an_object_store_are_counted(home: Path, gap_bytes: int, monkey
     assert chosen.to_pylist() == expected.filter(pc.field("c7") < 50).to_pylist()
     assert (len(seen), keyed.reads, keyed.bytes_read) == (remote.reads, remote.reads, remote.bytes_read)
     seen.clear()
-    kept, none = (warehouse.reader(snapshot, names, LessThan("c3", limit)) for limit in (5, 0))  # type: ignore[call-arg, arg-type]
+    kept, none = (warehouse.reader(snapshot, names, LessThan("c3", limit)) for limit in (5, 0))  # type: ignore[call-arg]
     some = pa.concat_tables([kept.read(fragment) for fragment in kept.fragments()])
     assert some.to_pylist() == expected.filter(pa.array([3 * i % 97 < 5 for i in range(1_000)])).to_pylist()
     assert len(seen) == kept.reads  # the column of the filter by itself, and the others as without it

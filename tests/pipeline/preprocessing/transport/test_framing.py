@@ -111,7 +111,7 @@ def _send_part(channel: socket.socket, message: framing.Message, descriptors: li
             if left[0] < 0:
                 raise _Cut
 
-        def sendmsg(self, *arguments: object) -> int:  # type: ignore[override]
+        def sendmsg(self, *arguments: object) -> int:
             if left[0] < 1:
                 raise _Cut
             left[0] -= 1

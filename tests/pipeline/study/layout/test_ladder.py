@@ -173,7 +173,7 @@ def test_the_traffic_curve_takes_the_most_read_columns_first():
     curve = traffic_curve(reads, stored)
     total, traffic = sum(stored.values()), sum(times[name] * stored[name] for name in stored)
     for share, held in curve.items():
-        kept = 0
+        kept: list[str] = []
         for count in range(1, 41):
             kept = [name for name, _ in times.most_common(count)]
             if sum(times[name] * stored[name] for name in kept) >= float(share) * traffic:

@@ -45,7 +45,7 @@ def test_a_panel_for_each_batch_and_a_line_for_each_other_value():
         f"dense_features {n}" for n in (64, 512, 4_096)
     ]
     assert (small.get_xscale(), small.get_yscale()) == ("log", "log")
-    curve = small.containers[0].lines[0]
+    curve = small.containers[0].lines[0]  # type: ignore[attr-defined]
     assert list(curve.get_xdata()) == [4, 32, 128]
     assert list(curve.get_ydata()) == pytest.approx([1e5 * 200 / (64 * n) for n in (4, 32, 128)])
 
@@ -59,14 +59,14 @@ def test_the_caption_says_what_the_paper_reports_and_what_was_found():
 
 def test_bars_of_the_split_add_up():
     axes = draw_figures(study("E1", GRID[:2]))["split"].axes[0]
-    ends = [patch.get_x() + patch.get_width() for patch in axes.patches]
+    ends = [patch.get_x() + patch.get_width() for patch in axes.patches]  # type: ignore[attr-defined]
     assert max(ends) == pytest.approx(1.0)
     assert [label.get_text() for label in axes.get_yticklabels()] == [one.point.name for one in GRID[:2]]
 
 
 def test_the_roof_is_the_lower_of_the_ceilings():
     axes = draw_figures(study("E1", GRID))["roofline"].axes[0]
-    read, random = (line for line in axes.lines if line.get_label().endswith(("in a row", "at random")))
+    read, random = (line for line in axes.lines if line.get_label().endswith(("in a row", "at random")))  # type: ignore[attr-defined]
     assert max(read.get_ydata()) == max(random.get_ydata()) == 100.0
     assert read.get_ydata()[0] == pytest.approx(20.0 * read.get_xdata()[0])
     [dots] = axes.collections

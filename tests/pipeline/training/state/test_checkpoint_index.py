@@ -86,7 +86,7 @@ def test_what_was_taken_over_while_it_was_saved_is_refused_and_harms_nothing(
 
 
 def arm(folder: Interrupted, moment: str, other: Callable[[], None]) -> None:
-    folder.moment, folder.other = moment, other  # type: ignore[method-assign]
+    folder.moment, folder.other = moment, other
 
 
 @pytest.mark.nightly

@@ -187,7 +187,7 @@ def reference(optimizer: str, weighted: bool) -> tuple[list[float], dict[str, to
                 model.get_parameter(name).copy_(value)
         for name, value in tables.items():
             assert len(value) < INIT_BLOCK_ROWS
-            value.copy_(torch.from_numpy(_block(SEED, name, 0, *value.shape, MODEL.embedding_init)))
+            value.copy_(torch.from_numpy(_block(SEED, name, 0, *value.shape, MODEL.embedding_init)))  # type: ignore[call-arg]
     config = training(1)
     rest = torch.optim.Adam([v for n, v in model.named_parameters() if n not in tables], lr=config.dense_learning_rate)
     moments = {

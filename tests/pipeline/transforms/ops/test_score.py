@@ -238,4 +238,4 @@ def test_undefined_scores_can_be_missing() -> None:
 def test_scores_have_no_bound_and_functions_are_known() -> None:
     assert op("id_overlap_count").ids_below(5, 5) is None
     with pytest.raises(ValidationError):
-        ComputeScore(function="median")  # type: ignore[arg-type]
+        ComputeScore(function="median")

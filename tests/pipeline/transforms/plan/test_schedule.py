@@ -213,7 +213,7 @@ def test_the_hash_is_that_of_the_op() -> None:
 def test_both_ways_to_hash_give_the_same_bits(converts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the one for other processors."""
     monkeypatch.setattr(fused, "CONVERTS", converts)
-    hash_clamp = numba.njit(fused._hash_clamp.py_func)  # type: ignore[attr-defined]
+    hash_clamp: Any = numba.njit(fused._hash_clamp.py_func)  # type: ignore[attr-defined]
     values = np.random.default_rng(1).integers(ID_MIN, ID_MAX, 300)
     for size, salt in ((2, 1), (100, 0), (2**63 - 1, 5)):
         ids = values.copy()
