@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from flows.runtime.flow import flow, open_workspace
+from pipeline.config import RunConfig
 from pipeline.study.points.load import StudyConfig, load_study
 from pipeline.study.run import run_study
 
 
 @flow("characterize", load_study)
 def characterize(
-    config: StudyConfig | str = "configs/paper/e2_batch.yaml",
+    config: StudyConfig | RunConfig | str = "configs/paper/e2_batch.yaml",
     overrides: Mapping[str, Any] | None = None,
     snapshot_id: int | None = None,
     force: bool = False,

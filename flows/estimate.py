@@ -12,13 +12,14 @@ from typing import Any
 from pydantic import PositiveInt
 
 from flows.runtime.flow import flow, open_workspace
+from pipeline.config import RunConfig
 from pipeline.study.estimate.run import POINTS, estimate_training
 from pipeline.study.points.load import StudyConfig, load_study
 
 
 @flow("estimate", load_study)
 def estimate(
-    config: StudyConfig | str = "configs/demo.yaml",
+    config: StudyConfig | RunConfig | str = "configs/demo.yaml",
     overrides: Mapping[str, Any] | None = None,
     machine: str | None = None,
     measure: bool = False,

@@ -11,6 +11,7 @@ from prefect.cli.deploy._models import DeploymentConfig
 
 from flows.runtime.environment import ENVIRONMENT
 from pipeline.config import load
+from pipeline.study.points.load import load_study
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENT = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
@@ -75,7 +76,8 @@ def test_deployment_is_sound(name):
     flow = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), function)
     assert flow.name == name.split("/")[0]
     assert set(deployment["parameters"]) <= set(inspect.signature(flow.fn).parameters)
-    load(deployment["parameters"]["config"])
+    read = load_study if flow.name in ("characterize", "estimate") else load
+    read(deployment["parameters"]["config"])
     assert deployment["work_pool"]["name"] == "dlrm"
 
 

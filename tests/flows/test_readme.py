@@ -21,6 +21,7 @@ from flows.runtime.cli import parse
 from pipeline.config import RunConfig, load
 from pipeline.config.files import parse_yaml
 from pipeline.jobs.notify import NotifyConfig
+from pipeline.study.points.load import load_study
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -128,7 +129,8 @@ def check_command(name: str, words: Sequence[str], own_data: Path) -> None:
     overrides, _ = parse(words[len(named) :], list(inspect.signature(command.fn).parameters))
     if not named or named[0].startswith(".dlrm/"):  # an earlier command writes it
         return
-    config = load(own_data if named[0] == OWN_DATA else ROOT / named[0], overrides)
+    read = load_study if name in ("characterize", "estimate") else load
+    config = read(own_data if named[0] == OWN_DATA else ROOT / named[0], overrides)
     assert config.name
 
 

@@ -71,9 +71,10 @@ def plot_split(study: StudyResults) -> Figure:
     height = max(2.4, 0.2 * len(found) + 1.3)
     figure, axes = plain_figure("Where the time of a step goes", "share of the step", "", height=height)
     left = np.zeros(len(found))
-    for phase, colour in zip(PHASES, matplotlib.colormaps[STACKED].colors, strict=False):
+    colours = matplotlib.colormaps[STACKED]
+    for number, phase in enumerate(PHASES):
         widths = np.array([one.share(phase) for one in found])
-        axes.barh(range(len(found)), widths, left=left, color=colour, label=phase, height=0.8)
+        axes.barh(range(len(found)), widths, left=left, color=colours(number), label=phase, height=0.8)
         left += widths
     axes.set_yticks(range(len(found)), names, fontsize=6.5)
     axes.set_ylim(len(found) - 0.5, -0.5)
@@ -92,9 +93,11 @@ def plot_roofline(study: StudyResults) -> Figure:
     at: dict[str, list[tuple[float, float]]] = {phase: [] for phase in PHASES}
     for one in study.measurements:
         at[max(PHASES, key=one.share)].append((one.load.flop / max(one.load.bytes, 1.0), one.gflop_per_second))
-    for (phase, points), colour in zip(at.items(), matplotlib.colormaps[STACKED].colors, strict=False):
+    colours = matplotlib.colormaps[STACKED]
+    for number, (phase, points) in enumerate(at.items()):
         if points:
-            axes.scatter(*zip(*points, strict=True), s=22, color=colour, label=f"mostly {phase}", zorder=3)
+            x, y = zip(*points, strict=True)
+            axes.scatter(x, y, s=22, color=colours(number), label=f"mostly {phase}", zorder=3)
     intensities = [x for points in at.values() for x, _ in points]
     xs = np.geomspace(min(0.05, *intensities), max(200.0, *(2 * x for x in intensities)), 200)
     peak = study.machine.get("fp32_gflops")

@@ -190,7 +190,9 @@ def test_a_measurement_fails_where_rows_cannot_be_read(whole: DataSpec) -> None:
         corrupt(file)
     training = TrainConfig(world_size=1, batch_rows=20)
     workspace: Any = SimpleNamespace(config=SimpleNamespace(preprocessing=QUARANTINE, training=training, seed=1))
-    task: Any = SimpleNamespace(preprocessing=QUARANTINE, training=training, seed=1, workload=None, data=whole)
+    task: Any = SimpleNamespace(
+        preprocessing=QUARANTINE, training=training, seed=1, study=SimpleNamespace(workload=None), data=whole
+    )
     with pytest.raises(ContractError, match="expected a whole Parquet file"):
         load_batches(task, 0)
     with pytest.raises(ContractError, match="expected a whole Parquet file"):
