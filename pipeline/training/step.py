@@ -95,7 +95,7 @@ class WholeStep(TrainStep):
         if self.skips(losses.detach()):
             return False
         # Gradients are averaged over ranks, so the mean over all rows needs the factor world_size.
-        losses.backward(torch.full_like(losses, dist.get_world_size() / batch.whole))  # type: ignore[no-untyped-call]
+        losses.backward(torch.full_like(losses, dist.get_world_size() / batch.whole))
         self.learner.update_dense()
         self.sums += loss_sums(logits.detach(), losses.detach(), batch.labels, batch.weights)
         return True
