@@ -157,7 +157,7 @@ def test_an_unexpected_error_reaches_all_ranks(
         raise ZeroDivisionError("division\nby zero")
 
     monkeypatch.setattr(masters[0].pool.autoscaler, "after", broken)
-    monkeypatch.setattr(masters[0], "_scale", broken)
+    monkeypatch.setattr(masters[0].pool, "scale", broken)
     expected = "preprocessing service: expected to keep running, got ZeroDivisionError: division by zero. See the traceback above."
     threads = [outcome(reading(service, data, seed=seed)) for seed in (1, 2)]
     for thread, found in threads:
