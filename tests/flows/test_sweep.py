@@ -148,11 +148,12 @@ def test_the_best_config_is_a_file_that_loads_to_its_trial(smoke, copied):
     job = sweep_job.pin_sweep(Workspace(config), None, False)
     params = {RATE: 0.0123, "features.sparse.1.transforms.0.limit": 7}
     Path(job.folder).mkdir(parents=True)
-    path = sweep_job.write_best(Search(Workspace(config), job, "sweep", "none"), record(params))
+    work = Search(Workspace(config), job, "sweep", "none")
+    path = sweep_job.write_best(work, record(params))
     found = load(path)
     assert found == load(CONFIG, {**params, "seed": 4, "sweep": {}})
     assert found.features.sparse[1].transforms[0].limit == 7
-    assert sweep_job.make_config(config, params) == load(found, {STEPS: 3})
+    assert sweep_job.make_config(work, params) == load(found, {STEPS: 3})
     assert path.read_text().startswith(f"# Trial 7 of sweep {job.name}: NE 0.9000 on the validation rows.\nbase: ")
 
 

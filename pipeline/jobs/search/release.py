@@ -98,9 +98,8 @@ def load_candidates(config: RunConfig) -> dict[str, RunConfig]:
         where = f"release.candidates '{name}'"
         candidate = override(where, plain, overrides)
         for trial in (candidate, shrink(candidate, config.release)):
-            check_parallel(
-                "release.parallel", config.release.parallel, trial.training.launcher, trial.preprocessing.executor
-            )
+            launcher, executor = trial.training.launcher, trial.preprocessing.executor
+            check_parallel("release.parallel", config.release.parallel, launcher, executor)
         freshen(candidate, config.release)
         twin = next((other for other, one in found.items() if one.semantics() == candidate.semantics()), None)
         if twin is not None:

@@ -144,12 +144,13 @@ def run_trials(sweep: Search, study: SearchStudy) -> None:
         def describe(draw: Draw) -> tuple[str, dict[str, str]]:
             return f"trial {draw.number}", {"dlrm.trial": str(draw.number)}
 
-        make, report = partial(make_config, config), partial(log_trial, sweep, study, progress)
+        make, report = partial(make_config, sweep), partial(log_trial, sweep, study, progress)
         Trials(sweep, study, sweep.folder, make, describe, report).run_all(config.sweep.parallel)
 
 
-def make_config(config: RunConfig, params: Mapping[str, Any]) -> RunConfig:
+def make_config(sweep: Search, params: Mapping[str, Any]) -> RunConfig:
     """Returns the config of a trial, with the overrides of all trials."""
+    config = sweep.workspace.config
     return load(drop_sweep(config), {**config.sweep.trial_overrides, **params})
 
 

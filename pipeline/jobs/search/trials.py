@@ -163,15 +163,16 @@ def override(place: str, config: RunConfig, overrides: Mapping[str, Any]) -> Run
     return found
 
 
-def check_parallel(place: str, parallel: int, *means: str) -> None:
+def check_parallel(place: str, parallel: int, launcher: str, executor: str) -> None:
     """Refuses several trials at a time that use Ray: a process has one connection to it.
 
     Args:
-        means: What starts the ranks and the workers of a trial.
+        launcher: Of the ranks of a trial.
+        executor: Of its preprocessing.
     Raises:
         ConfigError: If there are several at a time.
     """
-    if parallel > 1 and "ray" in means:
+    if parallel > 1 and "ray" in (launcher, executor):
         raise ConfigError(place, "1 with Ray: a process has one connection to it", f"{parallel}", "Set it to 1.")
 
 
