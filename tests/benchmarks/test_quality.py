@@ -15,8 +15,8 @@ from benchmarks.quality import (
     record,
     to_text,
 )
-from pipeline.config import load
 from pipeline.config.files import ROOT
+from pipeline.study.points.load import load_study
 
 GOOD = Target(
     test_rows=100, metrics={"ne": Expected(value=0.85, tolerance=0.01), "auc": Expected(value=0.75, tolerance=0.01)}
@@ -52,7 +52,7 @@ def test_what_was_measured_becomes_what_is_expected():
 def test_the_file_is_as_it_would_be_written_and_names_configs_that_load():
     assert to_text(read_targets()) == FILE.read_text(encoding="utf-8")
     for config in read_targets():
-        load(config)
+        load_study(config)
 
 
 def test_every_config_has_figures_or_a_reason_for_none():
@@ -62,7 +62,7 @@ def test_every_config_has_figures_or_a_reason_for_none():
     assert targets.keys() == {name for name in every if not name.startswith("configs/machines/")}
     for name, target in targets.items():
         assert bool(target.seeds) == bool(target.metrics) == (target.not_run is None), name
-        if load(name).source.generator is None and target.trains:
+        if load_study(name).run.source.generator is None and target.trains:
             assert target.published, f"{name}: published results, or that none is known"
 
 

@@ -450,7 +450,7 @@ def test_a_second_process_on_the_same_training_is_refused(smoke, at_home):
     job = resolve_job(Workspace(config), None, False)
     with (
         FileLock(Path(job.folder) / "lock"),
-        pytest.raises(Exception, match="another one at work in it"),
+        pytest.raises(Exception, match="is in use by another process"),
         open_training_run(Workspace(config), job),
     ):
         pass

@@ -15,7 +15,6 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.extraction.config import SourceConfig
 from pipeline.extraction.sources import CRITEO_COLUMNS, create_view
 from storage.query import column_types, connect
 
@@ -397,13 +396,6 @@ def test_a_date_of_a_side_table_is_the_end_of_its_day(ingest: Any, stored: Any, 
     ingest({"path": "rows.parquet", "day_column": "day", "lookups": [lookup]}, dense=["tier"])
     assert stored().sort_values("day")["tier"].tolist()[1:] == [1, 2]
     assert stored().sort_values("day")["tier"].isna().tolist() == [True, False, False]
-
-
-def test_days_written_before_side_tables_had_times_stay_as_they_are() -> None:
-    side = {"path": "users.parquet", "on": ("user",)}
-    source = SourceConfig.model_validate({"path": "rows.parquet", "day": "2024-01-01", "lookups": [side]})
-    (found,) = source.ingested()["lookups"]
-    assert found == {"path": "users.parquet", "on": ["user"], "refresh": "new_days"}
 
 
 @pytest.mark.parametrize(

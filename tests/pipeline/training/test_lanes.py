@@ -193,7 +193,6 @@ def test_lanes_are_part_of_the_identity_and_then_ranks_are_not() -> None:
         ).semantics()
 
     plain = semantics()
-    assert "lanes" not in plain["training"]
     assert semantics(lanes=4) != plain
     assert semantics(lanes=4) != semantics(lanes=8)
     assert semantics(lanes=4, world_size=1, sharding="table_wise") == semantics(lanes=4, world_size=4)

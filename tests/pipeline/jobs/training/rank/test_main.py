@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from models.dlrm import DLRM
 from pipeline.errors import ConfigError, ContractError, TrainingError
 from pipeline.jobs.code_version import read_code
-from pipeline.jobs.training import rank
+from pipeline.jobs.training.rank import main
 from pipeline.jobs.training.rank.model import build_model
 from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
@@ -72,7 +72,7 @@ def test_no_change_makes_other_weights_unseen(alone: Run) -> None:
 
 def test_a_host_without_the_folder_of_the_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        rank.main(str(tmp_path / "spec.json"))
+        main.main(str(tmp_path / "spec.json"))
     assert str(caught.value) == (
         f"ranks of '{tmp_path}/spec.json': expected a folder that their hosts share with the training, got no such file "
         "on this host. Share `home` among the hosts, or set training.launcher=ray, which needs no common folder."
