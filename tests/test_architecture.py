@@ -6,8 +6,11 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
@@ -99,11 +102,16 @@ BORROWING = {
 """Tests that import benchmarks or other tests. The list may only shrink."""
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports() -> Iterator[tuple[Path, str]]:
     """(file, imported module) over the whole product."""
     for package in LAYERS:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.Import):
                     yield from ((path.relative_to(ROOT), alias.name) for alias in node.names)
                 elif isinstance(node, ast.ImportFrom):
@@ -131,7 +139,7 @@ def test_private_names_of_other_packages_are_used_in_one_place_each():
     stray = []
     for package in LAYERS:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.ImportFrom) and node.module and not path.stem.endswith("_private"):
                     names = [*node.module.split("."), *(alias.name for alias in node.names)]
                     stray += [f"{path} imports {name}" for name in names if name.startswith("_") and name[1] != "_"]
@@ -263,7 +271,7 @@ def test_few_functions_take_a_whole_config():
         f"{path.relative_to(ROOT)}: {node.name}"
         for package in ("flows", "pipeline")
         for path in sorted((ROOT / package).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and takes_a_whole_config(node)
         and not any(ast.unparse(decorator).startswith("flow(") for decorator in node.decorator_list)
@@ -272,6 +280,7 @@ def test_few_functions_take_a_whole_config():
     assert "pipeline/config/run.py: load" in found
 
 
+@pytest.mark.slow
 def test_importing_sets_nothing():
     """No variable, no signal, nothing to do at exit, no log level: neither a flow nor a job nor the command line."""
     code = """
@@ -317,7 +326,7 @@ print(json.dumps([before == state(), sorted({"prefect", "mlflow", "torch"} & {*s
         f"{path}:{node.lineno}"
         for package in LAYERS
         for path in (ROOT / package).rglob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in parsed(path).body
         if isinstance(node, (ast.Expr, ast.For))
         and not isinstance(getattr(node, "value", None), ast.Constant)
         and path.name != "scorer.py"  # MLflow runs that file to load a model
@@ -337,7 +346,7 @@ def test_no_two_public_classes_share_a_name():
         node.name
         for package in (*LAYERS, "benchmarks")
         for path in (ROOT / package).rglob("*.py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for node in parsed(path).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert {name for name in names if names.count(name) > 1} == set()
@@ -369,7 +378,7 @@ def test_examples_are_found_where_ray_is_not_installed(monkeypatch):
         for package in LAYERS
         for path in sorted((ROOT / package).rglob("*.py"))
         if str(path.relative_to(ROOT)) not in ignored
-        for name in imported_at_once(ast.parse(path.read_text(encoding="utf-8")).body)
+        for name in imported_at_once(parsed(path).body)
         if any(name == one or name.startswith(f"{one}.") for one in absent)
     ]
     assert stray == []
@@ -407,7 +416,7 @@ def arrows() -> dict[str, set[str]]:
     files, found = files_of_product(), {}
     for name, path in files.items():
         imported = set()
-        for node in run_nodes(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in run_nodes(parsed(ROOT / path)):
             if isinstance(node, ast.Import):
                 imported |= {one.name for one in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -456,7 +465,7 @@ def test_tests_mirror_the_tree():
 def test_what_tests_share_is_in_no_test():
     stray = set()
     for name, path in files_of_tests().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and not name.startswith("benchmarks/"):
                 imported = [f"{node.module}.{one.name}" for one in node.names]
                 if any(one.startswith("benchmarks.") or re.match(r"tests\..*\btest_", one) for one in imported):
@@ -468,7 +477,7 @@ def test_the_name_of_a_test_is_a_sentence():
     found = [
         f"{name}: {node.name}"
         for name, path in files_of_tests().items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef) and re.match(r"test_([a-z]+_)?\d+_", node.name)
     ]
     assert found == []

@@ -170,6 +170,7 @@ def test_a_day_in_maps_is_read_beside_flattened_ones(keys: dict[str, Any], logs:
     assert list(zip(*(found[name].to_pylist() for name in ("dense_0", "ids_9", "scored_7")), strict=True)) == expected
 
 
+@pytest.mark.nightly
 def test_keys_are_features_of_the_catalog(keys: dict[str, Any], logs: Path, plain: Any) -> None:
     ingest(CONFIG, keys)
     rows = pa.concat_tables([pq.read_table(path) for path in sorted(logs.glob("*.parquet"))]).to_pylist()

@@ -42,6 +42,7 @@ def stored(warehouse: Warehouse) -> list[tuple[str, int]]:
     return sorted((row["who"], row["number"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_lose_no_event(warehouse: Warehouse, home: Path) -> None:
     warehouse.catalog.list_namespaces()  # this creates the catalog's database
     commands = [[sys.executable, "-c", WRITER, str(home), who, str(EVENTS)] for who in "ab"]

@@ -583,6 +583,7 @@ def kill_writers(home: Path, *points: str) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(home), *points], check=True, env=environment, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_the_whole_old_day_or_the_whole_new_one(warehouse: Warehouse, home: Path) -> None:
     write(warehouse, rows(DAY1, 5), rows(DAY2, 2, 50), identity="old")
     kill_writers(home, *map(str, range(8)), "before commit")

@@ -59,6 +59,7 @@ def rate_of(stored: Any, day: datetime.date) -> float:
 # What a day would lose
 
 
+@pytest.mark.slow
 def test_days_that_lose_their_outcome_files_are_held(
     ingest: Any, stored: Any, put: Any, warehouse: Warehouse, tmp_path: Path
 ) -> None:

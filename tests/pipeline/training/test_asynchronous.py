@@ -179,6 +179,7 @@ def shared_memory(process: int) -> set[str]:
     return {line.split()[4] for line in lines if "memfd:dlrm-shared" in line}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sync", "number"), [("easgd", 1), pytest.param("hogwild", 0, marks=pytest.mark.nightly)])
 def test_a_killed_rank_leaves_nothing_and_training_resumes(
     rank_spec: Callable[..., RankSpec], tmp_path: Path, sync: str, number: int

@@ -98,6 +98,7 @@ def test_every_number_of_ranks_and_every_plan_ends_with_the_same_bits(found: dic
     assert {key: end for key, end in ends.items() if end != first} == {}
 
 
+@pytest.mark.slow
 def test_without_lanes_the_bits_depend_on_the_ranks(found: dict[str, Found]) -> None:
     assert found["two"]["plain"]["weights"] != found["one"]["plain"]["weights"]
     assert found["one"]["plain"]["weights"] != found["one"]["table_wise"]["weights"]

@@ -150,6 +150,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return warehouse, warehouse.current("events"), found
 
 
+@pytest.mark.slow
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(drawn=filters(), columns=st.sampled_from([["id"], ["id", "tags"], ["tags", "text", "id", "small"]]))
 def test_a_filter_keeps_the_rows_that_pass_one_by_one(

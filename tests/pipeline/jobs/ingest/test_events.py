@@ -101,6 +101,7 @@ def test_a_log_becomes_days_sorted_by_key_and_time(open_: Open, tmp_path: Path) 
     assert (again["status"], again["events"]["watched"]["status"]) == ("skipped", "skipped")
 
 
+@pytest.mark.nightly
 def test_the_generator_writes_a_log_of_events(open_: Open) -> None:
     """Without `path`. The log has more days than the impressions, and its lists are those that it was drawn with."""
     generator = {"days": 2, "rows_per_day": 300, "users": 40, "watched_per_day": 5}
