@@ -18,8 +18,8 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import find_versions
 from pipeline.transforms.joins import FeatureJoin
 from storage.snapshot.days import IDENTITIES
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 SMALL = {"source.generator.rows_per_day": 200, "source.generator.days": 2}
 
 
@@ -29,11 +29,11 @@ def test_a_second_training_of_a_model_waits_but_one_of_another_model_does_not(tm
     order, moment = [], threading.Event()
 
     def second() -> None:
-        with Workspace(load(CONFIG)).lock("training of model 'smoke'"):
+        with open_smoke().lock("training of model 'smoke'"):
             order.append("second")
 
-    with Workspace(load(CONFIG)).lock("training of model 'smoke'"):
-        with Workspace(load(CONFIG)).lock("training of model 'other'"):
+    with open_smoke().lock("training of model 'smoke'"):
+        with open_smoke().lock("training of model 'other'"):
             assert caplog.messages == []
         thread = threading.Thread(target=second)
         thread.start()
@@ -56,7 +56,7 @@ def test_two_ingests_at_once_write_each_day_once(ingested):
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda context: context.run(ingested), [contextvars.copy_context() for _ in range(2)]))
     assert sorted(result["status"] for result in results) == ["ok", "skipped"]
-    snapshots = Workspace(load(CONFIG)).warehouse.table("smoke").snapshots()
+    snapshots = open_smoke().warehouse.table("smoke").snapshots()
     assert len([one for one in snapshots if IDENTITIES in one.summary.additional_properties]) == 1
 
 
@@ -90,7 +90,7 @@ def test_side_tables_are_tagged_like_the_samples(ingested):
 
 def test_finished_work_of_another_commit_says_so(smoke, home, monkeypatch, caplog):
     monkeypatch.setenv("DLRM_HOME", str(home))
-    workspace = Workspace(load(CONFIG))
+    workspace = open_smoke()
     job = resolve_job(workspace, None, False)
     commit = run.load_result(workspace, job)["git_commit"]
     sentence = f"the code has changed since: that model is of commit {commit}"
@@ -120,7 +120,7 @@ def test_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp_path, ha
     harm(file)
     assert (lambda result: (result["days_written"], result["days_skipped"]))(ingested()) == (1, 1)
     assert ingested()["status"] == "skipped"
-    rows = Workspace(load(CONFIG)).warehouse.day_rows(Workspace(load(CONFIG)).warehouse.current("smoke"))
+    rows = open_smoke().warehouse.day_rows(open_smoke().warehouse.current("smoke"))
     assert list(rows.values()) == [200, 200]
 
 

@@ -13,8 +13,8 @@ from flows.preprocess import preprocess
 from storage.config import WarehouseConfig
 from storage.layout.rewrite import layout_of
 from storage.warehouse import Warehouse
+from tests.homes import CONFIG
 
-CONFIG = "configs/smoke.yaml"
 INLINE, FEW = "preprocessing.executor=inline", "source.generator.rows_per_day=1500"
 
 

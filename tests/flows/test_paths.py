@@ -14,8 +14,7 @@ from pipeline.errors import ConfigError, RegistryError, StorageError
 from pipeline.jobs.recurring.day import ChampionVersion, find_start, list_aliased_folders
 from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
-
-CONFIG = "configs/smoke.yaml"
+from tests.homes import CONFIG, open_smoke
 
 
 @pytest.mark.parametrize("key", ["name", "features.sparse.0.name", "features.sparse.0.table"])
@@ -37,7 +36,7 @@ def test_a_side_table_by_a_path(copied, command):
     "place", ["/etc/passwd", "file:///etc/passwd", "runs:/../x/record.json", "http://x/record.json"]
 )
 def test_a_record_elsewhere_is_not_fetched(copied, place):
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     tracker.client.set_model_version_tag("smoke", "1", "record", place)
     with pytest.raises(RegistryError, match="expected a record at runs:"):
         fetch_record(tracker, "smoke", 1)

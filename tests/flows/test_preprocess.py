@@ -29,8 +29,8 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.pool import WORKERS_FILE
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = [
     "status",
@@ -123,7 +123,7 @@ def test_the_result_has_what_scripts_rely_on(epoch: dict[str, Any], smoke: dict[
     assert list(epoch) == KEYS
     assert (epoch["status"], epoch["executor"], epoch["workers"]) == ("ok", "inline", 1)
     assert epoch["snapshot_id"] == smoke["snapshot_id"]
-    version = Workspace(load(CONFIG)).tracking.client.get_model_version("smoke", "1")
+    version = open_smoke().tracking.client.get_model_version("smoke", "1")
     assert epoch["plan_hash"] == version.tags["plan_hash"]
     assert (epoch["restarts"], epoch["quarantined_rows"]) == (0, 0)
     assert epoch["rows_per_second"] == pytest.approx(epoch["rows"] / epoch["seconds"])

@@ -33,9 +33,8 @@ from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
+from tests.homes import CONFIG, open_smoke
 from tests.quality import quality
-
-CONFIG = "configs/smoke.yaml"
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_the_smoke_run_reaches_its_quality(smoke):
 
 
 def test_mlflow_holds_the_run(smoke, at_home):
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     run = tracker.client.get_run(smoke["mlflow_run_id"])
     assert run.info.status == "FINISHED"
     assert run.data.metrics["eval/ne"] == pytest.approx(smoke["eval"]["ne"])
@@ -135,7 +134,7 @@ def test_mlflow_holds_the_run(smoke, at_home):
 
 
 def test_mlflow_has_the_time_of_each_preprocessing_part(smoke, at_home):
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     curves = tracker.load_curves(smoke["mlflow_run_id"], STALL_CURVES)
     assert curves.keys() == {
         "stall_fraction_window", "batch_extract_seconds", "batch_transform_seconds", "batch_wait_seconds",
@@ -164,7 +163,7 @@ def artifact(tracker, run_id: str, name: str) -> dict:
 
 
 def test_model_version_is_recorded(smoke, at_home):
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     version = tracker.client.get_model_version("smoke", "1")
     assert version.run_id == smoke["mlflow_run_id"]
     assert version.tags["weights_sha256"] == smoke["train"]["weights_sha256"]
@@ -182,7 +181,7 @@ def test_no_pickle_is_left(smoke, at_home):
 
 
 def test_the_snapshot_is_tagged(smoke, at_home):
-    refs = Workspace(load(CONFIG)).warehouse.table("smoke").refs()
+    refs = open_smoke().warehouse.table("smoke").refs()
     assert refs[f"train-{smoke['identity'][:12]}-{smoke['snapshot_id']}"].snapshot_id == smoke["snapshot_id"]
 
 
@@ -214,7 +213,7 @@ def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied, 
     assert "its evaluation has other settings or rows now" in log
     same = ("model", "gate", "identity", "mlflow_run_id", "train", "eval")
     assert {key: result[key] for key in same} == {key: smoke[key] for key in same}
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     assert list_versions(tracker, "smoke") == [1]
     report = tracker.read_json(result["mlflow_run_id"], "report.json")
     assert {one["column"] for one in report["slices"]} == {"cat_country"}
@@ -335,7 +334,7 @@ def test_a_run_of_prefect_with_a_bad_filter_fails_before_anything_runs(prefect, 
 
 
 def _versions() -> int:
-    return len(Workspace(load(CONFIG)).tracking.client.search_model_versions("name = 'smoke'"))
+    return len(open_smoke().tracking.client.search_model_versions("name = 'smoke'"))
 
 
 def _source(folder: Path, **columns) -> list[str]:
@@ -404,7 +403,7 @@ def test_a_run_that_died_before_its_record_is_finished_by_the_next(copied, plain
         broken.setattr(finish, "publish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(config=CONFIG, overrides=over)
-    version = len(list_versions(Workspace(load(CONFIG)).tracking, "smoke"))
+    version = len(list_versions(open_smoke().tracking, "smoke"))
     result = train(config=CONFIG, overrides=over)
     assert (result["status"], result["model"]["version"]) == ("ok", version)
     assert result["gate"]["champion"] != version
@@ -525,7 +524,7 @@ def test_unreadable_rows_are_quarantined_if_configured(command, corrupt_home):
     assert result["train"]["preprocessing"] | {"workers": 2} == {
         "executor": "process", "workers": 2, "restarts": 0, "quarantined_rows": 500,
     }  # fmt: skip
-    kept = artifact(Workspace(load(CONFIG)).tracking, result["mlflow_run_id"], "preprocessing.json")
+    kept = artifact(open_smoke().tracking, result["mlflow_run_id"], "preprocessing.json")
     [entry] = kept["quarantined"]
     assert {key: entry[key] for key in ("path", "row_group", "rows", "day", "data", "epoch")} == {
         "path": f"file://{file}", "row_group": 3, "rows": 500, "day": "2025-01-07", "data": "train", "epoch": 0,
@@ -534,7 +533,7 @@ def test_unreadable_rows_are_quarantined_if_configured(command, corrupt_home):
     assert f"quarantined 500 rows of row group 3 of file 'file://{file}': {entry['reason']}" in first
     assert any("WARNING" in line and "quarantined 500 rows" in line for line in first.splitlines())
     job, quarantine = dict(word.split("=") for word in QUARANTINE), {"preprocessing.on_corrupt": "quarantine"}
-    assert resolve_job(Workspace(load(CONFIG, job)), None, False).done is None  # it lacks rows, so it is trained again
+    assert resolve_job(open_smoke(job), None, False).done is None  # it lacks rows, so it is trained again
     assert resolve_job(Workspace(load(CONFIG, job | quarantine)), None, False).done is not None
 
 
@@ -543,12 +542,12 @@ def test_unreadable_rows_end_the_training(command, corrupt_home):
     home, file = corrupt_home
     code, result, log = command(train, CONFIG, *QUARANTINE, home=home)
     assert code == 1
-    snapshot = Workspace(load(CONFIG)).warehouse.current("smoke").snapshot_id
+    snapshot = open_smoke().warehouse.current("smoke").snapshot_id
     assert result["error"].startswith(f"file 'file://{file}' of snapshot {snapshot} of table 'smoke': expected a whole")
     assert result["error"].endswith("Ingest its day with force=true.")
     assert f"error: {result['error']}" in log
     assert "Traceback" not in log
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     assert tracker.client.search_model_versions("name = 'smoke'") == []
     [run] = tracker.client.search_runs([tracker.experiment_id])
     assert run.info.status == "FAILED"

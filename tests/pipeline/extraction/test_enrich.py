@@ -25,6 +25,7 @@ from storage.layout.rewrite import rewrite_day
 from storage.reader import SnapshotRef
 from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
+from tests.homes import write_days
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 CONFIG = WarehouseConfig(row_group_rows=40, file_rows=100)
@@ -46,8 +47,7 @@ def day_of(number: int, rows: int = 230) -> pa.Table:
 
 
 def ingest(warehouse: Warehouse, number: int, identity: str = "first", **columns: Any) -> SnapshotRef:
-    rows = day_of(number)
-    return warehouse.replace_days("t", {DAYS[number]: identity}, rows.schema, rows.to_batches(), rows.num_rows)
+    return write_days(warehouse, day_of(number), name="t", identity=identity)
 
 
 def save_side(root: Path, number: int, seed: int = 0) -> None:
@@ -258,7 +258,7 @@ def test_a_column_that_was_dropped_is_written_again(warehouse):
 def test_values_of_an_ingest_are_not_overwritten(warehouse):
     run(warehouse)
     rows = day_of(1).append_column("score", pa.array([-1.0] * 230))
-    warehouse.replace_days("t", {DAYS[1]: "second"}, rows.schema, rows.to_batches(), 230)
+    write_days(warehouse, rows, name="t", identity="second")
     assert refused(warehouse) == (
         "ConfigError: day 2025-03-02 of table 't': expected no values in score, got values that no backfill wrote. "
         "Set `prefix`, or overwrite them with force=true."
