@@ -49,10 +49,9 @@ def test_the_flow_leaves_runs_figures_and_a_report(
 
 
 def test_rows_are_prepared_once_for_points_that_read_the_same_rows(
-    smoke: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smoke: dict[str, Any], at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes a pass over the training rows, and there may be billions."""
-    monkeypatch.setenv("DLRM_HOME", str(home))
     passes: list[str] = []
     prepared = group.prepare_rows
     monkeypatch.setattr(group, "prepare_rows", lambda work, at: passes.append(work.config.name) or prepared(work, at))

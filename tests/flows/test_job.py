@@ -11,7 +11,6 @@ from flows.ingest import ingest
 from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.data.joined.source import pin_sources
-from pipeline.errors import ConfigError
 from pipeline.jobs.training import run
 from pipeline.jobs.training.job import resolve_dataset, resolve_job, tag_inputs
 from pipeline.jobs.workspace import Workspace
@@ -60,23 +59,6 @@ def test_two_ingests_at_once_write_each_day_once(ingested):
     assert len([one for one in snapshots if IDENTITIES in one.summary.additional_properties]) == 1
 
 
-@pytest.mark.parametrize(
-    ("keys", "sentence"),
-    [
-        ({"session_column": "sesion"}, "preprocessing.session_column 'sesion': expected a column of the table, got none of that name. Correct the name."),
-        ({"session_column": "num_price"}, "preprocessing.session_column 'num_price': expected integers or text, got double. Name another."),
-        ({"session_column": "list_interests"}, "preprocessing.session_column 'list_interests': expected integers or text, got "),
-        ({"session_column": "session_id", "deduplicate": ["lst_*"]}, "preprocessing.deduplicate 'lst_*': expected a sparse feature, got none of that name. Closest: "),
-    ],
-)  # fmt: skip
-def test_a_session_column_that_the_table_lacks_is_refused(ingested, keys, sentence):
-    ingested()
-    config = load(CONFIG, {f"preprocessing.{key}": value for key, value in keys.items()})
-    with pytest.raises(ConfigError) as caught:
-        resolve_dataset(Workspace(config), None)
-    assert str(caught.value).startswith(sentence)
-
-
 def test_side_tables_are_tagged_like_the_samples(ingested):
     snapshot, config = ingested()["snapshot_id"], load(CONFIG)
     warehouse, side = Workspace(config).warehouse, FeatureJoin(table="smoke_profile", on=("column",))
@@ -88,8 +70,7 @@ def test_side_tables_are_tagged_like_the_samples(ingested):
         assert warehouse.table(name).refs()[f"train-1234567890ab-{number}"].snapshot_id == number
 
 
-def test_finished_work_of_another_commit_says_so(smoke, home, monkeypatch, caplog):
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def test_finished_work_of_another_commit_says_so(at_home, monkeypatch, caplog):
     workspace = open_smoke()
     job = resolve_job(workspace, None, False)
     commit = run.load_result(workspace, job)["git_commit"]

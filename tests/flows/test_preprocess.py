@@ -63,13 +63,6 @@ KEYS = [
 INLINE = {"preprocessing.executor": "inline"}
 
 
-@pytest.fixture
-def at_home(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The smoke run's folder as DLRM_HOME."""
-    monkeypatch.setenv("DLRM_HOME", str(home))
-    return home
-
-
 @pytest.fixture(scope="module")
 def epoch(smoke: dict[str, Any], home: Path, plainly: Any) -> dict[str, Any]:
     """The undisturbed result of one process."""
@@ -231,10 +224,7 @@ def test_a_second_process_is_refused(at_home: Path, command: Callable[..., Any])
     ("words", "sentence"),
     [
         (["preprocessing.executor=thread"], "configs/smoke.yaml, key 'preprocessing.executor': expected 'inline', 'process' or 'ray', got 'thread'. Correct the value."),
-        (["preprocessing.workers=0"], "configs/smoke.yaml, key 'preprocessing.workers': expected 'auto' or greater than 0, got 0. Correct the value."),
-        (["preprocessing.memory_bytes=5"], "configs/smoke.yaml, key 'preprocessing.memory_bytes': expected greater than or equal to 1048576, got 5. Correct the value."),
         (["epoch=-1"], "argument 'epoch': expected greater than or equal to 0, got -1. Correct the value."),
-        (["snapshot_id=newest"], "argument 'snapshot_id': expected a valid integer, unable to parse string as an integer, got 'newest'. Correct the value."),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_before_anything_runs(

@@ -84,8 +84,7 @@ def test_invalid_releases_are_refused(section, said):
     assert str(error.value) == said
 
 
-def test_all_candidates_are_checked_against_the_table(smoke, home, monkeypatch):
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def test_all_candidates_are_checked_against_the_table(at_home):
 
     def said(**more):
         with pytest.raises((ConfigError, EmptyDatasetError)) as error:

@@ -15,8 +15,7 @@ from tests.homes import CONFIG, open_smoke
 
 
 @pytest.fixture
-def record(smoke, home, monkeypatch):
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def record(smoke, at_home):
     return fetch_record(open_smoke().tracking, "smoke", 1)
 
 

@@ -61,8 +61,7 @@ def test_the_run_has_a_table_and_a_plot(result: dict[str, Any], home: Path, monk
     assert not (home / "placement" / "smoke" / "run").exists()
 
 
-def test_a_training_keeps_its_plan(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def test_a_training_keeps_its_plan(smoke: dict[str, Any], at_home: Path) -> None:
     tracker = open_smoke().tracking
     names = {
         item.path

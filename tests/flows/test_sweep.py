@@ -99,8 +99,7 @@ def test_invalid_searches_are_refused(overrides, said):
     assert str(error.value) == said
 
 
-def test_trials_need_validation_rows(smoke, home, monkeypatch):
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def test_trials_need_validation_rows(at_home):
     with pytest.raises(ConfigError) as error:
         sweep_job.pin_sweep(open_smoke({"split.days.valid": []}), None, False)
     assert str(error.value) == (
