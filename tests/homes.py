@@ -1,7 +1,7 @@
 """Small homes for tests: a workspace by a few keys of a config, days of a table, and logs of events."""
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,15 @@ def write_days(
     rows = pa.concat_tables(tables)
     days = dict.fromkeys(rows["day"].unique().to_pylist(), identity)
     return warehouse.replace_days(name, days, rows.schema, rows.to_batches(chunk_rows), rows.num_rows, **more)
+
+
+def read_rows(
+    warehouse: Warehouse, snapshot: SnapshotRef | str, columns: Sequence[str] | None = None, row_filter: Any = None
+) -> pa.Table:
+    """All rows of a snapshot, or of a table as it is now. Columns: all of them by default."""
+    pinned = warehouse.current(snapshot) if isinstance(snapshot, str) else snapshot
+    reader = warehouse.reader(pinned, columns or warehouse.schema(pinned).names, row_filter)
+    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
 
 
 def moments(seconds: np.ndarray) -> pa.Array:

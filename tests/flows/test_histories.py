@@ -16,7 +16,7 @@ from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.workspace import Workspace
 from storage.warehouse import Warehouse, WarehouseConfig
-from tests.homes import LEARNER, moments, write_config
+from tests.homes import LEARNER, moments, read_rows, write_config
 
 DAYS, ROWS, USERS, ITEMS, LAST = 4, 500, 25, 40, 4
 SAMPLES: dict[str, Any] = LEARNER | {
@@ -129,8 +129,7 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
 
 def read_scores(home: Path) -> dict[str, list[Any]]:
     warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
-    reader = warehouse.reader(warehouse.current("cut_scores"), ["probability"])
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).to_pydict()
+    return read_rows(warehouse, "cut_scores", ["probability"]).to_pydict()
 
 
 @pytest.mark.nightly
@@ -156,8 +155,7 @@ def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, comm
     for name, config in (("cut", cut), ("kept", kept)):
         code, scored, log = command(score, config, "scoring.keep=[user, at]", home=home)
         assert (code, scored["rows"]) == (0, DAYS * ROWS), log
-        reader = warehouse.reader(warehouse.current(f"{name}_scores"), ["user", "at", "probability"])
-        scores[name] = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+        scores[name] = read_rows(warehouse, f"{name}_scores", ["user", "at", "probability"])
     assert scores["cut"] == scores["kept"]
 
     mlflow.set_tracking_uri(Workspace(load(cut, {"home": str(home)})).tracking.uri)

@@ -22,7 +22,7 @@ from pipeline.jobs.workspace import Workspace
 from storage.config import WarehouseConfig
 from storage.reader import DAY
 from storage.warehouse import Warehouse
-from tests.homes import CONFIG, open_smoke
+from tests.homes import CONFIG, open_smoke, read_rows
 
 rewrite = tables._rewrite_locked
 HASHED = [{"kind": "first_x", "limit": 20}, {"kind": "sigrid_hash", "size": 10_000}]
@@ -160,8 +160,7 @@ def test_a_day_in_maps_is_read_beside_flattened_ones(keys: dict[str, Any], logs:
     layout(CONFIG, keys, action="flatten")
     assert ingest(CONFIG, keys)["days_written"] == 3
     own = open_smoke(keys).warehouse
-    reader = own.reader(own.current("maps"), [DAY, "dense_0", "ids_9", "scored_7"])
-    found = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    found = read_rows(own, "maps", [DAY, "dense_0", "ids_9", "scored_7"])
     rows = pa.concat_tables([pq.read_table(path) for path in sorted(logs.glob("*.parquet"))]).to_pylist()
     expected = [
         (dict(row["dense"]).get(0), dict(row["ids"]).get(9), [one for one, _ in dict(row["scored"]).get(7, [])])

@@ -13,7 +13,7 @@ from flows.score import score
 from pipeline.config.files import ROOT
 from pipeline.registration.aliases import CHAMPION, list_versions, move_alias
 from pipeline.registration.scorer import LoadedModel
-from tests.homes import CONFIG, open_smoke
+from tests.homes import CONFIG, open_smoke, read_rows
 
 KEEP = ("label", "cat_user", "list_interests", "event_time")
 DAYS = ["2025-01-06", "2025-01-07", "2025-01-08", "2025-01-09"]
@@ -21,8 +21,7 @@ DAYS = ["2025-01-06", "2025-01-07", "2025-01-08", "2025-01-09"]
 
 def everything(table: str, columns: list[str]) -> pa.Table:
     warehouse = open_smoke().warehouse
-    reader = warehouse.reader(warehouse.current(table), columns)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    return read_rows(warehouse, table, columns)
 
 
 def another_champion() -> int:

@@ -29,6 +29,7 @@ from storage.artifacts import sha256, write_json
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import read_rows
 
 DAYS = [datetime.date(2025, 3, 1), datetime.date(2025, 3, 2)]
 
@@ -89,8 +90,7 @@ def test_an_ingest_on_a_full_disk_leaves_the_table_as_it_was(tmp_path: Path, siz
 
 
 def read(warehouse: Warehouse, snapshot: SnapshotRef) -> pa.Table:
-    reader = warehouse.reader(snapshot, ["user", "num"])
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    return read_rows(warehouse, snapshot, ["user", "num"])
 
 
 @pytest.mark.usefixtures("device")

@@ -24,7 +24,7 @@ from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
 from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
-from tests.homes import rows_of, write_days
+from tests.homes import read_rows, rows_of, write_days
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
@@ -38,8 +38,7 @@ write = partial(write_days, chunk_rows=5)
 
 
 def read(warehouse: Warehouse, snapshot: SnapshotRef, columns: list[str], row_filter: Any = None) -> pd.DataFrame:
-    reader = warehouse.reader(snapshot, columns, row_filter)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).to_pandas()
+    return read_rows(warehouse, snapshot, columns, row_filter).to_pandas()
 
 
 def ids(warehouse: Warehouse, snapshot: SnapshotRef | None = None) -> list[int]:

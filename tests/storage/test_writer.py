@@ -16,7 +16,7 @@ from storage.errors import CorruptFileError, StorageError
 from storage.layout.spec import Layout, leaf_paths
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
-from tests.homes import write_days
+from tests.homes import read_rows, write_days
 
 DAY1, DAY2 = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
 
@@ -36,8 +36,7 @@ def table(count: int = 40, day: datetime.date = DAY1) -> pa.Table:
 
 
 def read(warehouse: Warehouse, snapshot: SnapshotRef) -> pa.Table:
-    reader = warehouse.reader(snapshot, table().column_names)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    return read_rows(warehouse, snapshot, table().column_names)
 
 
 def same(got: pa.Table, expected: pa.Table) -> bool:

@@ -17,7 +17,7 @@ from pipeline.serving.row_log import RowLog
 from pipeline.transforms.joins import EventWindow, History
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
-from tests.homes import START, moments, rows_of, write_days
+from tests.homes import START, moments, read_rows, rows_of, write_days
 
 DAYS, ROWS, USERS, LAST = 3, 400, 9, 5
 COLUMNS = ("user", "num", "seen_item", "seen_count_86400")
@@ -54,8 +54,7 @@ def sources() -> list[History | EventWindow]:
 
 def served_rows(warehouse: Warehouse, seconds: np.ndarray) -> pa.Table:
     """What a server sent that had the events of these seconds: a loop over rows."""
-    reader = warehouse.reader(warehouse.current("t"), ["user", "at", "num"])
-    rows = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    rows = read_rows(warehouse, "t", ["user", "at", "num"])
     lists, counts = [], []
     for row in rows.to_pylist():
         at = (row["at"] - START).total_seconds()

@@ -21,7 +21,7 @@ from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
-from tests.homes import rows_of, write_days
+from tests.homes import read_rows, rows_of, write_days
 
 ROOT = Path(__file__).resolve().parents[3]
 DAYS = tuple(datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3))
@@ -108,8 +108,7 @@ def run(
 def stored(
     warehouse: Warehouse, columns: tuple[str, ...] = ("day", *KEEP, "probability", "model_version")
 ) -> list[dict[str, Any]]:
-    reader = warehouse.reader(warehouse.current("t_scores"), columns)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).to_pylist()
+    return read_rows(warehouse, "t_scores", columns).to_pylist()
 
 
 def wanted(*tables: pa.Table, version: int = 1) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from storage.errors import ConflictError, StorageError
 from storage.layout.rewrite import days_in_other_layouts, days_to_compact, layout_of, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.warehouse import Warehouse
-from tests.homes import write_days
+from tests.homes import read_rows, write_days
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 LAYOUT = Layout(codec="lz4", first=("tags", "x"), row_group_rows=16, file_rows=96, order_by=("session",))
@@ -41,8 +41,7 @@ write = partial(write_days, chunk_rows=7)
 
 
 def read(warehouse: Warehouse) -> pa.Table:
-    reader = warehouse.reader(warehouse.current("events"), table(DAY1, 40).column_names)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).cast(table(DAY1, 40).schema)
+    return read_rows(warehouse, "events", table(DAY1, 40).column_names).cast(table(DAY1, 40).schema)
 
 
 def in_order(rows: pa.Table, *columns: str) -> list[str]:

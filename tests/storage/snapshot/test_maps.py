@@ -18,7 +18,7 @@ from storage.keys import expand_keys
 from storage.layout.flatten import add_columns, count_keys, drop_maps, refuse_new_keys
 from storage.snapshot.maps import MapEntries
 from storage.warehouse import Warehouse
-from tests.homes import write_days
+from tests.homes import read_rows, write_days
 
 DAY1 = datetime.date(2024, 1, 1)
 KEYS = st.integers(0, 6)
@@ -197,8 +197,7 @@ def test_a_filter_compares_keys_of_maps(tmp_path: Path) -> None:
     snapshot = write_days(warehouse, table, name="t")
     text = "(dense_1 > 1 or dense_2 not in (0, 1)) and not (dense_0 <= -3) and id < 390"
     check_filter(text, warehouse.filter_schema(snapshot, ["dense_0", "dense_1", "dense_2"]))
-    reader = warehouse.reader(snapshot, ["id", "dense_1"], parse_filter(text))
-    found = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    found = read_rows(warehouse, snapshot, ["id", "dense_1"], parse_filter(text))
 
     def keeps(values: dict[int, float], number: int) -> bool:
         some = values.get(1, 0) > 1 or (2 in values and values[2] not in (0, 1))
