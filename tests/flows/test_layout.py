@@ -19,8 +19,7 @@ INLINE, FEW = "preprocessing.executor=inline", "source.generator.rows_per_day=15
 
 def rows(home: Path) -> list[str]:
     warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
-    table = read_rows(warehouse, "smoke")
-    return [str(row) for row in table.to_pylist()]
+    return [str(row) for row in read_rows(warehouse, "smoke").to_pylist()]
 
 
 @pytest.mark.nightly

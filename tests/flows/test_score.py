@@ -20,8 +20,7 @@ DAYS = ["2025-01-06", "2025-01-07", "2025-01-08", "2025-01-09"]
 
 
 def everything(table: str, columns: list[str]) -> pa.Table:
-    warehouse = open_smoke().warehouse
-    return read_rows(warehouse, table, columns)
+    return read_rows(open_smoke().warehouse, table, columns)
 
 
 def another_champion() -> int:
