@@ -21,8 +21,6 @@ from tests.homes import draw_events
 FIRST = pd.Timestamp("2024-01-01")
 LAST, SPAN = 4, 7_200
 Open = Callable[..., Workspace]
-
-
 draw = partial(draw_events, users=6)
 
 
