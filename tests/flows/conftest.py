@@ -141,6 +141,13 @@ def page(smoke_run: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
+@pytest.fixture
+def at_home(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The smoke run's folder as DLRM_HOME."""
+    monkeypatch.setenv("DLRM_HOME", str(home))
+    return home
+
+
 @pytest.fixture(autouse=True)
 def untouched(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that registers a version next to the smoke run's: other tests would depend on the order of tests."""

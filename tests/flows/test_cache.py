@@ -10,8 +10,7 @@ from flows.preprocess import preprocess
 from flows.train import train
 from pipeline.config import load
 from pipeline.preprocessing.cache.store import COLUMNS
-
-CONFIG = "configs/smoke.yaml"
+from tests.homes import CONFIG
 
 
 @pytest.mark.nightly

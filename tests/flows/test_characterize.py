@@ -17,7 +17,8 @@ from pipeline.study.measure.group import POINTS, measure_points
 from pipeline.study.points.config import CharacterizeConfig
 from pipeline.study.points.load import load_study
 from pipeline.study.points.points import list_points
-from tests.pipeline.study.tiny import BATCH, CONFIG, RATE, SWEEP, TINY
+from tests.homes import CONFIG, open_smoke
+from tests.pipeline.study.tiny import BATCH, RATE, SWEEP, TINY
 
 LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
 """One process makes a trial a matter of seconds."""
@@ -33,7 +34,7 @@ def test_the_flow_leaves_runs_figures_and_a_report(
     result = characterize(config="configs/smoke.yaml", overrides=overrides)
     assert result["status"] == "ok"
     assert result["points"] == {"measured": 2}
-    client = Workspace(load("configs/smoke.yaml")).tracking.client
+    client = open_smoke().tracking.client
     experiment = client.get_experiment_by_name("smoke").experiment_id
     children = client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{result['mlflow_run_id']}'")
     assert sorted(run.info.run_name for run in children) == ["batch_rows 128", "batch_rows 64"]
@@ -48,10 +49,9 @@ def test_the_flow_leaves_runs_figures_and_a_report(
 
 
 def test_rows_are_prepared_once_for_points_that_read_the_same_rows(
-    smoke: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smoke: dict[str, Any], at_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes a pass over the training rows, and there may be billions."""
-    monkeypatch.setenv("DLRM_HOME", str(home))
     passes: list[str] = []
     prepared = group.prepare_rows
     monkeypatch.setattr(group, "prepare_rows", lambda work, at: passes.append(work.config.name) or prepared(work, at))

@@ -20,9 +20,8 @@ from pipeline.config.files import ROOT
 from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.workspace import Workspace
 from tests.digest import hash_weights
+from tests.homes import CONFIG
 from tests.segments import left_since, segments
-
-CONFIG = "configs/smoke.yaml"
 
 
 @pytest.fixture

@@ -27,11 +27,10 @@ from pydantic import BaseModel, ValidationError
 from flows.runtime import cli
 from flows.runtime.cli import check_types, parse, sentence
 from flows.runtime.console import PrivateFlow, task_of
-from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import Step
-from pipeline.jobs.workspace import Workspace
+from tests.homes import open_smoke
 
 
 def ingest(config: str, overrides: Mapping[str, Any] | None = None, day: Any = None, force: bool = False) -> None: ...
@@ -266,7 +265,7 @@ def test_prefect_reads_no_stored_results() -> None:
     """A stored result names its own serializer, even pickle. So none is written and none is read."""
     modules = [importlib.import_module(f"flows.{path.stem}") for path in sorted((ROOT / "flows").glob("*.py"))]
     flows = [value for module in modules for value in vars(module).values() if isinstance(value, PrefectFlow)]
-    workspace = Workspace(load("configs/smoke.yaml"))
+    workspace = open_smoke()
     tasks = [task_of(Step("name", makes), lambda workspace: None, workspace) for makes in (None, "table", "model")]
     assert {PrivateFlow, Task, MaterializingTask} == {type(value) for value in (*flows, *tasks)}
     for value in (*flows, *tasks):

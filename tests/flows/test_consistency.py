@@ -1,6 +1,5 @@
 """Served rows and a training's features, compared with those computed after late events have arrived."""
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from flows.consistency import consistency
 from flows.end_to_end import end_to_end
 from storage.warehouse import Warehouse, WarehouseConfig
+from tests.homes import LEARNER, START, moments, rows_of, write_config, write_days
 
-START = datetime.datetime(2025, 3, 1)
 DAYS, ROWS, USERS, LAST = 3, 200, 6, 3
 LOG: dict[str, Any] = {
     "on": "user",
@@ -25,7 +23,7 @@ LOG: dict[str, Any] = {
     "columns": "item",
     "prefix": "seen_",
 }
-CONFIG: dict[str, Any] = {
+LATE: dict[str, Any] = LEARNER | {
     "name": "late",
     "source": {"path": "samples.parquet", "day_column": "at"},
     "features": {
@@ -35,7 +33,6 @@ CONFIG: dict[str, Any] = {
         ],
     },
     "split": {"days": {"train": ["2025-03-01"], "valid": ["2025-03-02"], "test": ["2025-03-03"]}},
-    "warehouse": {"row_group_rows": 150},
     "model": {"embedding_width": 4, "bottom_mlp": [4], "top_mlp": [4]},
     "training": {"batch_rows": 64, "world_size": 1, "threads_per_rank": 1},
     "preprocessing": {"workers": 1, "executor": "inline"},
@@ -43,14 +40,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def moments(seconds: np.ndarray) -> pa.Array:
-    return pa.array([START + datetime.timedelta(seconds=int(one)) for one in seconds], pa.timestamp("us"))
-
-
 def events(seconds: np.ndarray) -> pa.Table:
     """Events whose user and item follow from their second."""
-    day = pa.array([START.date()] * len(seconds), pa.date32())
-    return pa.table({"day": day, "user": seconds % USERS, "time": moments(seconds), "item": seconds})
+    return rows_of(START.date(), len(seconds), user=seconds % USERS, time=moments(seconds), item=seconds)
 
 
 def lists_of(samples: pa.Table, seconds: np.ndarray) -> list[list[int]]:
@@ -72,11 +64,10 @@ def samples(tmp_path: Path) -> pa.Table:
     return rows
 
 
-def write_config(folder: Path, **source: Any) -> str:
-    features = CONFIG["features"] | {"histories": [LOG | source]}
-    values = CONFIG | {"features": features, "source": CONFIG["source"] | {"path": str(folder / "samples.parquet")}}
-    (folder / "late.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    return str(folder / "late.yaml")
+def describe(folder: Path, **source: Any) -> str:
+    features = LATE["features"] | {"histories": [LOG | source]}
+    values = LATE | {"features": features, "source": LATE["source"] | {"path": str(folder / "samples.parquet")}}
+    return write_config(folder, values)
 
 
 @pytest.mark.slow
@@ -89,11 +80,10 @@ def test_late_events_show_in_served_rows_and_in_features_computed_again(samples,
     warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
 
     def write_log(seconds: np.ndarray, tag: str) -> None:
-        log = events(seconds)
-        warehouse.replace_days("log", {START.date(): tag}, log.schema, log.to_batches(), len(log))
+        write_days(warehouse, events(seconds), name="log", identity=tag)
 
     write_log(known, "a")
-    config = write_config(tmp_path, table="log")
+    config = describe(tmp_path, table="log")
     code, _, log = command(end_to_end, config, home=home)
     assert code == 0, log
     served = samples.drop_columns("label").append_column("seen_item", pa.array(lists_of(samples, known)))
@@ -136,7 +126,7 @@ def test_events_in_changed_files_cannot_be_compared_with_those_of_a_training(sam
     seconds = np.arange(0, DAYS * 86_400, 613)
     (tmp_path / "log").mkdir()
     pq.write_table(events(seconds[::2]), tmp_path / "log" / "a.parquet")
-    config = write_config(tmp_path, path=str(tmp_path / "log" / "*.parquet"))
+    config = describe(tmp_path, path=str(tmp_path / "log" / "*.parquet"))
     code, _, log = command(end_to_end, config, home=home)
     assert code == 0, log
     pq.write_table(events(seconds[1::2]), tmp_path / "log" / "b.parquet")

@@ -25,8 +25,7 @@ from flows.runtime.console import TAG, PrefectConsole, PrivateFlow, RunPage, mod
 from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.jobs.console import Progress, Step
-
-CONFIG = "configs/smoke.yaml"
+from tests.homes import CONFIG
 
 
 def shown(key: str) -> list:

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from flows.enrich import enrich
 from flows.ingest import ingest
@@ -21,10 +20,11 @@ from pipeline.data.joined.source import pin_sources
 from pipeline.jobs.training.identity import describe_joined, identity
 from pipeline.jobs.workspace import Workspace
 from storage.warehouse import Warehouse, WarehouseConfig
+from tests.homes import LEARNER, write_config
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 ROWS = 400
-CONFIG: dict[str, Any] = {
+BETA: dict[str, Any] = LEARNER | {
     "name": "beta",
     "source": {"path": "samples.parquet", "day_column": "day"},
     "features": {
@@ -34,10 +34,6 @@ CONFIG: dict[str, Any] = {
     },
     "filter": "score > -2.5 or num > -3",
     "split": {"days": {"train": ["2025-03-01..2025-03-02"], "valid": ["2025-03-03"], "test": ["2025-03-04"]}},
-    "warehouse": {"row_group_rows": 150},
-    "model": {"embedding_width": 4, "bottom_mlp": [8], "top_mlp": [8]},
-    "training": {"batch_rows": 64, "epochs": 8, "dense_learning_rate": 0.02, "world_size": 1, "threads_per_rank": 1},
-    "preprocessing": {"workers": 1},
     "evaluation": {"workers": 1, "importance_rows": 800},
 }
 
@@ -56,11 +52,10 @@ def config(tmp_path: Path) -> str:
         some = random.permutation(30)[:25]
         side = {"day": [day] * 25, "user": some, "score": worth[number, some], "liked": [[int(i), 7] for i in some]}
         pq.write_table(pa.table(side), tmp_path / "side" / f"{number}.parquet")
-    values = CONFIG | {"source": CONFIG["source"] | {"path": str(tmp_path / "samples.parquet")}}
+    values = BETA | {"source": BETA["source"] | {"path": str(tmp_path / "samples.parquet")}}
     joined = values["features"]["joined"][0] | {"path": str(tmp_path / "side/*.parquet")}
     values |= {"features": values["features"] | {"joined": [joined]}}
-    (tmp_path / "beta.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
-    return str(tmp_path / "beta.yaml")
+    return write_config(tmp_path, values)
 
 
 @pytest.mark.nightly

@@ -10,8 +10,8 @@ from pipeline.study.estimate import calibration, calibration_points, footprint
 from pipeline.study.estimate.memory import RankMachine, derive_shape, estimate_checkpoint_bytes
 from pipeline.study.points.config import Workload
 from storage.errors import StorageError
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 ROOM = RankMachine(memory_bytes=64 << 30, most_ranks=2)
 
 
@@ -19,7 +19,7 @@ ROOM = RankMachine(memory_bytes=64 << 30, most_ranks=2)
 def measured(smoke, home):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))
-        return footprint.measure_footprint(Workspace(load(CONFIG)), None, None)
+        return footprint.measure_footprint(open_smoke(), None, None)
 
 
 def test_a_rank_is_given_the_tables_that_a_real_rank_holds(smoke, measured):
@@ -54,7 +54,7 @@ def test_a_workload_needs_no_table(tmp_path, monkeypatch):
     _, whole = footprint.estimate_single_rank(Workspace(config), found, 0)
     assert whole.lookups == 2 * 4 * 64
     with pytest.raises(StorageError, match=r"Run `python -m flows.ingest` first"):
-        footprint.measure_footprint(Workspace(load(CONFIG)), None, None)
+        footprint.measure_footprint(open_smoke(), None, None)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_flow_reports_everything(command, smoke, home, monkeypatch):
     assert measured["ranks"] == 2
     assert measured["predicted_over_measured"] > 0
     assert measured["model_bytes"] < 3 * options[2]["rank_bytes"]
-    client = Workspace(load(CONFIG)).tracking.client
+    client = open_smoke().tracking.client
     assert client.get_run(result["mlflow_run_id"]).data.metrics["checkpoint_bytes"] == result["checkpoint_bytes"]
     _, again, later = command(estimate, CONFIG, *words, home=home)
     assert "calibration of this machine: 6 points" in later

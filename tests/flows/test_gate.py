@@ -19,8 +19,8 @@ from pipeline.jobs.training.provenance import RECORD, fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder, list_moves, move_alias
 from pipeline.registration.scorer import LoadedModel
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 LIGHT = ("training.world_size=1", "training.threads_per_rank=1", "preprocessing.executor=inline")
 """Settings for a training with one process."""
 
@@ -35,12 +35,12 @@ def test_a_worse_model_is_rejected_and_a_better_one_promoted(smoke, home, copied
     assert worse["gate"]["reason"].startswith("NE is higher than that of version 1, ")
     assert worse["gate"]["champion_ne"] < worse["eval"]["ne"]
     assert f"gate: reject. {worse['gate']['reason']}" in log
-    metrics = Workspace(load(CONFIG)).tracking.client.get_run(worse["mlflow_run_id"]).data.metrics
+    metrics = open_smoke().tracking.client.get_run(worse["mlflow_run_id"]).data.metrics
     assert metrics["gate/ne_low"] > 0.0
     code, _, log = command(promote, CONFIG, f"version={worse['model']['version']}", home=copied)
     assert code == 0, log
     job, model = the_model(smoke, home)
-    workspace = Workspace(load(CONFIG))
+    workspace = open_smoke()
     better = evaluate.compare_with_champion(workspace, job, model, lambda *note: None)
     assert (better.gate.decision, better.gate.champion) == ("promote", worse["model"]["version"])
     assert better.gate.champion_ne == worse["eval"]["ne"] > better.report.overall.ne == smoke["eval"]["ne"]
@@ -57,7 +57,7 @@ def test_a_worse_model_is_rejected_and_a_better_one_promoted(smoke, home, copied
 def test_a_person_promotes(copied, command):
     code, result, log = command(promote, CONFIG, "version=1", home=copied)
     assert (code, result["status"], result["version"]) == (0, "skipped", 1), log
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     tracker.client.delete_registered_model_alias("smoke", CHAMPION)
     code, result, log = command(promote, CONFIG, "version=1", "reason=it is the only one", home=copied)
     assert code == 0, log
@@ -75,7 +75,7 @@ def test_a_person_promotes(copied, command):
 
 def the_model(smoke, home):
     """The smoke run's job and the folder of its model."""
-    job = resolve_job(Workspace(load(CONFIG)), None, False)
+    job = resolve_job(open_smoke(), None, False)
     return job, home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model"
 
 
@@ -93,7 +93,7 @@ def test_a_champion_that_cannot_score_the_rows_stays_champion(smoke, home, copie
 
     monkeypatch.setattr(LoadedModel, "gone", gone, raising=False)
     monkeypatch.setattr(LoadedModel, "__init__", broken)
-    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    gate = evaluate.compare_with_champion(open_smoke(), job, model, lambda *note: None).gate
     assert (gate.decision, gate.champion) == ("hold", 1)
     assert gate.reason == "Version 1, the champion, cannot score these rows: RuntimeError: no such kernel."
     assert not list(copied.rglob("champion"))
@@ -102,7 +102,7 @@ def test_a_champion_that_cannot_score_the_rows_stays_champion(smoke, home, copie
 def test_a_damaged_champion_neither_judges_nor_scores_nor_serves(smoke, home, copied, command):
     """One bit of the weights in the registry is another one."""
     job, model = the_model(smoke, home)
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     first = tracker.client.get_model_version("smoke", "1")
     [whole] = (home / "mlflow").glob(f"**/{first.source.rpartition('/')[2]}/artifacts")
     place = shutil.copytree(whole, copied / "damaged")
@@ -112,20 +112,20 @@ def test_a_damaged_champion_neither_judges_nor_scores_nor_serves(smoke, home, co
     stored.write_bytes(content)
     tracker.client.create_model_version("smoke", place.as_uri(), first.run_id, tags=first.tags)
     move_alias(tracker, "smoke", CHAMPION, 2, "person", "")
-    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    gate = evaluate.compare_with_champion(open_smoke(), job, model, lambda *note: None).gate
     problem = "model 'smoke', version 2: expected the files that were registered, got another weights.safetensors."
     assert (gate.decision, gate.champion) == ("hold", 2)
     assert problem in gate.reason
     code, result, _ = command(score, CONFIG, home=copied)
     assert (code, problem in result["error"]) == (1, True), result
-    assert not Workspace(load(CONFIG)).warehouse.written_days("smoke_scores")
+    assert not open_smoke().warehouse.written_days("smoke_scores")
     with pytest.raises(RegistryError, match="served model: expected the files that were registered"):
         mlflow.pyfunc.load_model(str(place))
 
 
 def test_a_champion_whose_alias_is_gone_is_not_replaced_unasked(smoke, home, copied):
     job, model = the_model(smoke, home)
-    workspace = Workspace(load(CONFIG))
+    workspace = open_smoke()
     workspace.tracking.client.delete_registered_model_alias("smoke", CHAMPION)
     gate = evaluate.compare_with_champion(workspace, job, model, lambda *note: None).gate
     assert (gate.decision, gate.champion) == ("hold", None)
@@ -188,12 +188,12 @@ def move_table(values):
 )
 def test_a_champion_whose_rows_are_unknown_is_not_compared(smoke, home, copied, change, reason):
     job, model = the_model(smoke, home)
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     changed = change(fetch_record(tracker, "smoke", 1).model_dump(mode="json"))
     run_id = tracker.start("changed", {}, {}, None)
     tracker.log_json(run_id, changed, RECORD)
     tracker.client.set_model_version_tag("smoke", "1", "record", f"runs:/{run_id}/{RECORD}")
-    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    gate = evaluate.compare_with_champion(open_smoke(), job, model, lambda *note: None).gate
     if reason is None:  # rows of another table are not looked for here: docs/evaluation.md
         assert gate.difference is not None
     else:
@@ -202,13 +202,13 @@ def test_a_champion_whose_rows_are_unknown_is_not_compared(smoke, home, copied, 
 
 def test_a_champion_whose_record_is_gone_is_not_compared(smoke, home, copied):
     job, model = the_model(smoke, home)
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     tracker.client.set_model_version_tag("smoke", "1", "record", f"runs:/{'0' * 32}/{RECORD}")
-    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    gate = evaluate.compare_with_champion(open_smoke(), job, model, lambda *note: None).gate
     assert (gate.decision, gate.champion, gate.champion_ne) == ("hold", 1, None)
     assert gate.reason.startswith("The record of version 1, the champion, cannot be read (")
     tracker.client.delete_model_version_tag("smoke", "1", "record")
-    gate = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None).gate
+    gate = evaluate.compare_with_champion(open_smoke(), job, model, lambda *note: None).gate
     assert gate.difference is not None, "a version that was not trained here is compared"
 
 
@@ -222,7 +222,7 @@ def test_no_champion_scores_for_a_model_that_is_judged_later(smoke, home, copied
 
     monkeypatch.setattr(LoadedModel, "__init__", note)
     later = job.model_copy(update={"judged_later": True})
-    found = evaluate.compare_with_champion(Workspace(load(CONFIG)), later, model, lambda *note: None)
+    found = evaluate.compare_with_champion(open_smoke(), later, model, lambda *note: None)
     assert (found.gate.decision, found.gate.champion) == ("hold", None)
     assert found.gate.reason == "It is judged on the next day, which no model has seen yet."
     assert found.report.overall.rows == 5_000
@@ -244,10 +244,8 @@ def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
 @pytest.mark.nightly
 def test_several_processes_evaluate_as_one_does(smoke, home, copied):
     job, model = the_model(smoke, home)
-    alone = evaluate.compare_with_champion(Workspace(load(CONFIG)), job, model, lambda *note: None)
-    several = evaluate.compare_with_champion(
-        Workspace(load(CONFIG, {"evaluation.workers": 2})), job, model, lambda *note: None
-    )
+    alone = evaluate.compare_with_champion(open_smoke(), job, model, lambda *note: None)
+    several = evaluate.compare_with_champion(open_smoke({"evaluation.workers": 2}), job, model, lambda *note: None)
     assert several == alone
     assert alone.gate.difference.ne == 0.0
 

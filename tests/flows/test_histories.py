@@ -1,6 +1,5 @@
 """Lists and windows of a log of events train the model that the same values stored in the rows train."""
 
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import yaml
 
 from flows.end_to_end import end_to_end
 from flows.score import score
@@ -18,10 +16,10 @@ from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.workspace import Workspace
 from storage.warehouse import Warehouse, WarehouseConfig
+from tests.homes import LEARNER, moments, read_rows, write_config
 
-START = datetime.datetime(2025, 3, 1)
 DAYS, ROWS, USERS, ITEMS, LAST = 4, 500, 25, 40, 4
-CONFIG: dict[str, Any] = {
+SAMPLES: dict[str, Any] = LEARNER | {
     "name": "histories",
     "source": {"path": "samples.parquet", "day_column": "at"},
     "features": {
@@ -36,11 +34,6 @@ CONFIG: dict[str, Any] = {
         ],
     },
     "split": {"days": {"train": ["2025-03-01..2025-03-02"], "valid": ["2025-03-03"], "test": ["2025-03-04"]}},
-    "warehouse": {"row_group_rows": 150},
-    "model": {"embedding_width": 4, "bottom_mlp": [8], "top_mlp": [8]},
-    "training": {"batch_rows": 64, "epochs": 8, "dense_learning_rate": 0.02, "world_size": 1, "threads_per_rank": 1},
-    "preprocessing": {"workers": 1},
-    "evaluation": {"workers": 1, "importance_rows": None},
 }
 HISTORY = {"on": "user", "time": "time", "as_of": "at", "last": LAST, "columns": "item", "prefix": "seen_"}
 WINDOW = {
@@ -72,9 +65,6 @@ def logs(tmp_path: Path) -> Path:
         means.append(float(minutes[inside].mean()) if len(inside) else None)
         labels.append(int(random.random() < 1.0 / (1.0 + np.exp(-3.0 * worth[items[known]][:3].sum()))))
 
-    def moments(seconds: np.ndarray) -> pa.Array:
-        return pa.array([START + datetime.timedelta(seconds=int(one)) for one in seconds], pa.timestamp("us"))
-
     samples = {"at": moments(at), "user": users, "num": random.normal(size=n), "label": labels}
     log = {
         "time": moments(time),
@@ -92,11 +82,9 @@ def logs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_config(logs: Path, samples: str, name: str, **features: Any) -> str:
-    values = CONFIG | {"name": name, "source": CONFIG["source"] | {"path": str(logs / samples)}}
-    path = logs / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(values | {"features": CONFIG["features"] | features}), encoding="utf-8")
-    return str(path)
+def describe(logs: Path, samples: str, name: str, **features: Any) -> str:
+    values = SAMPLES | {"name": name, "source": SAMPLES["source"] | {"path": str(logs / samples)}}
+    return write_config(logs, values | {"features": SAMPLES["features"] | features})
 
 
 @pytest.mark.slow
@@ -105,7 +93,7 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
     home = tmp_path / "home"
     finished = {"path": str(logs / "log" / "*.parquet"), "where": "action = 'finish'"}
     windows = [WINDOW | finished]
-    config = write_config(logs, "samples.parquet", "cut", histories=[HISTORY | finished], windows=windows)
+    config = describe(logs, "samples.parquet", "cut", histories=[HISTORY | finished], windows=windows)
     code, first, log = command(end_to_end, config, home=home)
     assert code == 0, log
     scores = []
@@ -114,7 +102,7 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
     scores.append(read_scores(home))
 
     late = HISTORY | finished | {"last": 2, "delay_seconds": 86_400}
-    write_config(logs, "samples.parquet", "cut", histories=[late], windows=windows)
+    describe(logs, "samples.parquet", "cut", histories=[late], windows=windows)
     code, second, log = command(train, config, home=home)
     assert code == 0, log
     assert second["gate"]["champion"] == 1
@@ -125,14 +113,14 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
     scores.append(read_scores(home))
     assert scores[0] == scores[1]
 
-    write_config(logs, "samples.parquet", "cut", sparse=CONFIG["features"]["sparse"][:1], windows=windows)
+    describe(logs, "samples.parquet", "cut", sparse=SAMPLES["features"]["sparse"][:1], windows=windows)
     code, third, log = command(train, config, home=home)
     assert code == 0, log
     assert third["gate"]["champion_ne"] == first["eval"]["ne"]
 
     (record,) = home.glob(f"mlflow/**/{first['mlflow_run_id']}/**/record.json")
     record.unlink()
-    write_config(logs, "samples.parquet", "cut", histories=[late], windows=windows)
+    describe(logs, "samples.parquet", "cut", histories=[late], windows=windows)
     code, _, log = command(score, config, "start=2025-03-04", "version=1", "force=true", home=home)
     assert code == 0, log
     assert "the record of version 1 cannot be read" in log
@@ -141,8 +129,7 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
 
 def read_scores(home: Path) -> dict[str, list[Any]]:
     warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
-    reader = warehouse.reader(warehouse.current("cut_scores"), ["probability"])
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).to_pydict()
+    return read_rows(warehouse, "cut_scores", ["probability"]).to_pydict()
 
 
 @pytest.mark.nightly
@@ -152,8 +139,8 @@ def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, comm
     home = tmp_path / "home"
     finished = {"path": str(logs / "log" / "*.parquet"), "where": "action = 'finish'"}
     window = WINDOW | finished
-    cut = write_config(logs, "samples.parquet", "cut", histories=[HISTORY | finished], windows=[window])
-    kept = write_config(logs, "ready.parquet", "kept")
+    cut = describe(logs, "samples.parquet", "cut", histories=[HISTORY | finished], windows=[window])
+    kept = describe(logs, "ready.parquet", "kept")
     code, found, log = command(end_to_end, cut, home=home)
     assert code == 0, log
     code, expected, log = command(end_to_end, kept, home=home)
@@ -168,8 +155,7 @@ def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, comm
     for name, config in (("cut", cut), ("kept", kept)):
         code, scored, log = command(score, config, "scoring.keep=[user, at]", home=home)
         assert (code, scored["rows"]) == (0, DAYS * ROWS), log
-        reader = warehouse.reader(warehouse.current(f"{name}_scores"), ["user", "at", "probability"])
-        scores[name] = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+        scores[name] = read_rows(warehouse, f"{name}_scores", ["user", "at", "probability"])
     assert scores["cut"] == scores["kept"]
 
     mlflow.set_tracking_uri(Workspace(load(cut, {"home": str(home)})).tracking.uri)
@@ -192,9 +178,9 @@ def test_histories_and_windows_train_like_the_same_values_in_the_rows(logs, comm
 def test_a_log_of_the_labels_needs_a_delay(logs):
     """Labels are not known at once. The log may be named in several ways, or be the table of samples."""
     outcomes = {"path": str(logs / "log" / "*.parquet"), "outcome_time": "time"}
-    given = CONFIG | {"source": CONFIG["source"] | {"outcomes": outcomes}}
+    given = SAMPLES | {"source": SAMPLES["source"] | {"outcomes": outcomes}}
     history = HISTORY | {"path": outcomes["path"]}
-    given |= {"features": CONFIG["features"] | {"histories": [history]}}
+    given |= {"features": SAMPLES["features"] | {"histories": [history]}}
     with pytest.raises(ConfigError, match=r"delay_seconds of features\.histories .*: expected 1 or more"):
         load(given)
     load(given, {"features.histories.0.delay_seconds": 3_600})
@@ -208,9 +194,9 @@ def test_a_log_of_the_labels_needs_a_delay(logs):
     clicked = own | {"columns": "num", "where": "label = 1"}
     for features in ({"joined": [versions]}, {"histories": [own]}, {"histories": [clicked]}):
         with pytest.raises(ConfigError, match=r"expected 1 or more, because it has the labels"):
-            load(given | {"features": CONFIG["features"] | features})
+            load(given | {"features": SAMPLES["features"] | features})
     looked_up = {**versions, "path": outcomes["path"]}
     with pytest.raises(ConfigError, match=r"delay_seconds of source\.lookups .*: expected 1 or more"):
-        load(given | {"source": given["source"] | {"lookups": [looked_up]}, "features": CONFIG["features"]})
+        load(given | {"source": given["source"] | {"lookups": [looked_up]}, "features": SAMPLES["features"]})
     without = {"generator": {}, "outcomes": {}, "day_column": "event_time"}
-    load(given | {"source": without, "features": CONFIG["features"] | {"histories": [own | {"columns": "num"}]}})
+    load(given | {"source": without, "features": SAMPLES["features"] | {"histories": [own | {"columns": "num"}]}})

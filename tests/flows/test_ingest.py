@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
-import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from flows.end_to_end import end_to_end
 from flows.ingest import ingest
+from tests.homes import write_config
 
 
 @pytest.fixture
@@ -28,9 +28,7 @@ def config(tmp_path):
         "features": {"sparse": [{"columns": "user", "transforms": [{"kind": "sigrid_hash", "size": 64}]}]},
         "split": {"hash": {"key": "user", "shares": {"train": 0.5, "test": 0.5}}},
     }
-    path = tmp_path / "checked.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return str(path)
+    return write_config(tmp_path, values)
 
 
 def test_findings_are_in_the_result_on_the_page_and_in_files(prefect_command, config, tmp_path):

@@ -11,15 +11,14 @@ from flows.ingest import ingest
 from pipeline.config import load
 from pipeline.config.files import ROOT
 from pipeline.data.joined.source import pin_sources
-from pipeline.errors import ConfigError
 from pipeline.jobs.training import run
 from pipeline.jobs.training.job import resolve_dataset, resolve_job, tag_inputs
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import find_versions
 from pipeline.transforms.joins import FeatureJoin
 from storage.snapshot.days import IDENTITIES
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 SMALL = {"source.generator.rows_per_day": 200, "source.generator.days": 2}
 
 
@@ -29,11 +28,11 @@ def test_a_second_training_of_a_model_waits_but_one_of_another_model_does_not(tm
     order, moment = [], threading.Event()
 
     def second() -> None:
-        with Workspace(load(CONFIG)).lock("training of model 'smoke'"):
+        with open_smoke().lock("training of model 'smoke'"):
             order.append("second")
 
-    with Workspace(load(CONFIG)).lock("training of model 'smoke'"):
-        with Workspace(load(CONFIG)).lock("training of model 'other'"):
+    with open_smoke().lock("training of model 'smoke'"):
+        with open_smoke().lock("training of model 'other'"):
             assert caplog.messages == []
         thread = threading.Thread(target=second)
         thread.start()
@@ -56,25 +55,8 @@ def test_two_ingests_at_once_write_each_day_once(ingested):
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda context: context.run(ingested), [contextvars.copy_context() for _ in range(2)]))
     assert sorted(result["status"] for result in results) == ["ok", "skipped"]
-    snapshots = Workspace(load(CONFIG)).warehouse.table("smoke").snapshots()
+    snapshots = open_smoke().warehouse.table("smoke").snapshots()
     assert len([one for one in snapshots if IDENTITIES in one.summary.additional_properties]) == 1
-
-
-@pytest.mark.parametrize(
-    ("keys", "sentence"),
-    [
-        ({"session_column": "sesion"}, "preprocessing.session_column 'sesion': expected a column of the table, got none of that name. Correct the name."),
-        ({"session_column": "num_price"}, "preprocessing.session_column 'num_price': expected integers or text, got double. Name another."),
-        ({"session_column": "list_interests"}, "preprocessing.session_column 'list_interests': expected integers or text, got "),
-        ({"session_column": "session_id", "deduplicate": ["lst_*"]}, "preprocessing.deduplicate 'lst_*': expected a sparse feature, got none of that name. Closest: "),
-    ],
-)  # fmt: skip
-def test_a_session_column_that_the_table_lacks_is_refused(ingested, keys, sentence):
-    ingested()
-    config = load(CONFIG, {f"preprocessing.{key}": value for key, value in keys.items()})
-    with pytest.raises(ConfigError) as caught:
-        resolve_dataset(Workspace(config), None)
-    assert str(caught.value).startswith(sentence)
 
 
 def test_side_tables_are_tagged_like_the_samples(ingested):
@@ -88,9 +70,8 @@ def test_side_tables_are_tagged_like_the_samples(ingested):
         assert warehouse.table(name).refs()[f"train-1234567890ab-{number}"].snapshot_id == number
 
 
-def test_finished_work_of_another_commit_says_so(smoke, home, monkeypatch, caplog):
-    monkeypatch.setenv("DLRM_HOME", str(home))
-    workspace = Workspace(load(CONFIG))
+def test_finished_work_of_another_commit_says_so(at_home, monkeypatch, caplog):
+    workspace = open_smoke()
     job = resolve_job(workspace, None, False)
     commit = run.load_result(workspace, job)["git_commit"]
     sentence = f"the code has changed since: that model is of commit {commit}"
@@ -120,7 +101,7 @@ def test_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp_path, ha
     harm(file)
     assert (lambda result: (result["days_written"], result["days_skipped"]))(ingested()) == (1, 1)
     assert ingested()["status"] == "skipped"
-    rows = Workspace(load(CONFIG)).warehouse.day_rows(Workspace(load(CONFIG)).warehouse.current("smoke"))
+    rows = open_smoke().warehouse.day_rows(open_smoke().warehouse.current("smoke"))
     assert list(rows.values()) == [200, 200]
 
 

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from flows.features import features
@@ -13,16 +12,14 @@ from flows.preprocess import preprocess
 from storage.config import WarehouseConfig
 from storage.layout.rewrite import layout_of
 from storage.warehouse import Warehouse
+from tests.homes import CONFIG, read_rows
 
-CONFIG = "configs/smoke.yaml"
 INLINE, FEW = "preprocessing.executor=inline", "source.generator.rows_per_day=1500"
 
 
 def rows(home: Path) -> list[str]:
     warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
-    reader = warehouse.reader(warehouse.current("smoke"), warehouse.schema(warehouse.current("smoke")).names)
-    table = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
-    return [str(row) for row in table.to_pylist()]
+    return [str(row) for row in read_rows(warehouse, "smoke").to_pylist()]
 
 
 @pytest.mark.nightly

@@ -22,9 +22,9 @@ from pipeline.jobs.workspace import Workspace
 from storage.config import WarehouseConfig
 from storage.reader import DAY
 from storage.warehouse import Warehouse
+from tests.homes import CONFIG, open_smoke, read_rows
 
 rewrite = tables._rewrite_locked
-CONFIG = "configs/smoke.yaml"
 HASHED = [{"kind": "first_x", "limit": 20}, {"kind": "sigrid_hash", "size": 10_000}]
 
 
@@ -130,7 +130,7 @@ def test_a_flattened_table_trains_the_same_model(keys: dict[str, Any], plain: An
     before = end_to_end(CONFIG, keys)
     assert (before["status"], before["train"]["rows"]) == ("ok", 4_000)
     sha = before["train"]["weights_sha256"]
-    own = Workspace(load(CONFIG, keys)).warehouse
+    own = open_smoke(keys).warehouse
     with pytest.MonkeyPatch.context() as cut:  # killed after a day
 
         def rewrite_one(workspace: Workspace, name: str, days: list[Any], *how: Any) -> None:
@@ -159,9 +159,8 @@ def test_a_day_in_maps_is_read_beside_flattened_ones(keys: dict[str, Any], logs:
     ingest(CONFIG, keys, day="2025-01-06")
     layout(CONFIG, keys, action="flatten")
     assert ingest(CONFIG, keys)["days_written"] == 3
-    own = Workspace(load(CONFIG, keys)).warehouse
-    reader = own.reader(own.current("maps"), [DAY, "dense_0", "ids_9", "scored_7"])
-    found = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    own = open_smoke(keys).warehouse
+    found = read_rows(own, "maps", [DAY, "dense_0", "ids_9", "scored_7"])
     rows = pa.concat_tables([pq.read_table(path) for path in sorted(logs.glob("*.parquet"))]).to_pylist()
     expected = [
         (dict(row["dense"]).get(0), dict(row["ids"]).get(9), [one for one, _ in dict(row["scored"]).get(7, [])])

@@ -18,12 +18,10 @@ import pytest
 from flows import ui
 from flows.register import register
 from flows.train import train
-from pipeline.config import load
-from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
+from tests.homes import CONFIG, open_smoke
 from tests.ports import free_port
 
-CONFIG = "configs/smoke.yaml"
 RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
@@ -176,7 +174,7 @@ def test_down_in_training_and_down_at_register(smoke, copied, command, server, m
     )
     assert "Traceback" not in log
     server.start()
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     run_id = (folder / "mlflow_run_id").read_text()
     assert tracker.client.get_run(run_id).info.status == "RUNNING"  # nobody could end the run
     assert find_holder(tracker, "smoke") is None

@@ -10,8 +10,7 @@ from flows.runtime import cli, placeholders
 from flows.runtime.flow import notify_failure, notify_result
 from pipeline.config import load
 from pipeline.errors import RegistryError
-
-CONFIG = "configs/smoke.yaml"
+from tests.homes import CONFIG
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ from pipeline.jobs.recurring.day import identity_of_day
 from pipeline.jobs.training.provenance import fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, REFERENCE, find_holder, list_moves
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 TOY = {
     "name": "toy_daily",
     "split": {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.7, "valid": 0.1, "test": 0.2}, "days": ["2025-01-06..2025-01-07"]}},
@@ -166,7 +166,7 @@ def test_policies_are_backtested_on_the_same_days(filled, monkeypatch):
     every, never = (compared["policies"][name] for name in ("every day", "never"))
     assert every["trainings"] == {"incremental": 2, "scratch": 0}
     line = filled["series"][0]
-    days = Workspace(load(CONFIG, TOY)).tracking.load_result(line["mlflow_run_id"])
+    days = open_smoke(TOY).tracking.load_result(line["mlflow_run_id"])
     assert every["rows_trained"] > days["train"]["rows"] > 0
     trained = {
         one["trainings"]["incremental"]: one["rows_trained"]
@@ -174,7 +174,7 @@ def test_policies_are_backtested_on_the_same_days(filled, monkeypatch):
     }
     assert trained[2]["2025-01-08"] == days["train"]["rows"]  # the rows that the daily run trained on
     assert (never["trainings"], never["rows_trained"]) == ({"incremental": 0, "scratch": 0}, 0)
-    client = Workspace(load(CONFIG, TOY)).tracking.client
+    client = open_smoke(TOY).tracking.client
     children = client.search_runs(
         [client.get_run(compared["mlflow_run_id"]).info.experiment_id],
         f"tags.`mlflow.parentRunId` = '{compared['mlflow_run_id']}'",

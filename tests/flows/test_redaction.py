@@ -21,8 +21,8 @@ from pipeline.config import RunConfig, load
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
 from pipeline.jobs.outcome import run_address
+from tests.homes import CONFIG
 
-CONFIG = "configs/smoke.yaml"
 SECRETS = ("hunter2catalog", "hunter2key", "hunter2mlflow")
 
 

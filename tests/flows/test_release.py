@@ -14,8 +14,8 @@ from pipeline.jobs.search.release import CandidateStanding
 from pipeline.jobs.search.trials import SearchJob, find_unfinished
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import ReleaseConfig
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
 SAMPLE = {"inputs": ["cat_user"], "rate": 0.5}
 LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
@@ -84,8 +84,7 @@ def test_invalid_releases_are_refused(section, said):
     assert str(error.value) == said
 
 
-def test_all_candidates_are_checked_against_the_table(smoke, home, monkeypatch):
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def test_all_candidates_are_checked_against_the_table(at_home):
 
     def said(**more):
         with pytest.raises((ConfigError, EmptyDatasetError)) as error:
@@ -198,7 +197,7 @@ def test_a_release_with_a_failed_and_a_stopped_candidate(smoke, command, copied)
     assert (result["winner"], last["name"], result["status"]) == ("base", "base", "ok")
     assert result["gate"]["decision"] in ("promote", "hold", "reject")
 
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     children = tracker.client.search_runs(
         [tracker.experiment_id], f"tags.`mlflow.parentRunId` = '{result['mlflow_run_id']}'"
     )

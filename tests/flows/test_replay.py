@@ -11,14 +11,12 @@ from pipeline.jobs.training.provenance import RECORD, fetch_record, list_differe
 from pipeline.jobs.training.replay import pin_replay, replay_version
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import list_moves, list_versions
-
-CONFIG = "configs/smoke.yaml"
+from tests.homes import CONFIG, open_smoke
 
 
 @pytest.fixture
-def record(smoke, home, monkeypatch):
-    monkeypatch.setenv("DLRM_HOME", str(home))
-    return fetch_record(Workspace(load(CONFIG)).tracking, "smoke", 1)
+def record(smoke, at_home):
+    return fetch_record(open_smoke().tracking, "smoke", 1)
 
 
 def test_the_record_has_everything_that_a_training_needs(record, smoke, home):
@@ -96,7 +94,7 @@ def test_differences_are_described(record):
 
 
 def test_a_version_without_a_record_is_refused(record, smoke, copied):
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     tracker.client.delete_model_version_tag("smoke", "1", "record")
     with pytest.raises(RegistryError, match=r"model 'smoke', version 1: expected a record of its training, got none\."):
         fetch_record(tracker, "smoke", 1)
@@ -120,7 +118,7 @@ def test_an_impossible_replay_is_refused(smoke, command, home, words, sentence):
 def test_an_expired_snapshot_is_named(record):
     gone = record.model_copy(update={"snapshot": record.snapshot.model_copy(update={"snapshot_id": 7})})
     with pytest.raises(StorageError) as error:
-        pin_replay(Workspace(load(CONFIG)), gone, "smoke-1")
+        pin_replay(open_smoke(), gone, "smoke-1")
     assert str(error.value) == (
         "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. "
         "It may have expired. Use the current snapshot."
@@ -129,7 +127,7 @@ def test_an_expired_snapshot_is_named(record):
 
 def test_a_replay_names_the_version_that_is_gone(record, tmp_path, monkeypatch):
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
-    workspace = Workspace(load(CONFIG))
+    workspace = open_smoke()
     tracker = workspace.tracking
     tracker.client.create_registered_model("smoke")
     for continues in (None, 1, 2):
@@ -150,7 +148,7 @@ def test_a_replay_names_the_version_that_is_gone(record, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_replay_with_other_workers_has_the_same_weights(smoke, command, copied):
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     made = list_versions(tracker, "smoke")
     before = len(list_moves(tracker, "smoke")), tracker.client.get_registered_model("smoke").aliases
     workers = smoke["train"]["preprocessing"]["workers"] + 1

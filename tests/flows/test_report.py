@@ -3,12 +3,9 @@
 from pathlib import Path
 
 from flows.report import report
-from pipeline.config import load
 from pipeline.jobs.training.summary import REPORT
-from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import Tracker
-
-CONFIG = "configs/smoke.yaml"
+from tests.homes import CONFIG, open_smoke
 
 
 def test_the_champion_is_reported(smoke, command, home):
@@ -17,7 +14,7 @@ def test_the_champion_is_reported(smoke, command, home):
     text = Path(result["path"]).read_text(encoding="utf-8")
     assert f'<td class="number">{smoke["eval"]["ne"]:.4f}</td>' in text
     assert smoke["gate"]["reason"] in text
-    client = Workspace(load(CONFIG)).tracking.client
+    client = open_smoke().tracking.client
     version = client.get_model_version("smoke", str(smoke["model"]["version"]))
     assert f"| evaluation | {smoke['eval']['ne']:.4f} |" in version.description
 

@@ -14,14 +14,11 @@ from flows.ingest import ingest
 from flows.layout import layout
 from flows.score import score
 from flows.train import train
-from pipeline.config import load
 from pipeline.errors import ContractError
-from pipeline.jobs.workspace import Workspace
 from storage.errors import ConflictError
+from tests.homes import CONFIG, open_smoke
 from tests.ports import free_port
 from tests.rest import serving_catalog
-
-SMOKE = "configs/smoke.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -38,22 +35,22 @@ def keys(catalog: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.nightly
 def test_the_smoke_run_and_its_upkeep(keys: dict[str, Any], smoke: Any, plain: Any) -> None:
-    done = end_to_end(SMOKE, keys)
+    done = end_to_end(CONFIG, keys)
     assert done["status"] == "ok"
     assert done["train"]["weights_sha256"] == smoke["train"]["weights_sha256"]
-    assert ingest(SMOKE, keys)["status"] == "skipped"
-    assert train(SMOKE, keys)["status"] == "skipped"
-    assert score(SMOKE, keys)["status"] == "ok"
-    assert layout(SMOKE, keys | {"warehouse.row_group_rows": 2_048}, action="apply")["status"] == "ok"
+    assert ingest(CONFIG, keys)["status"] == "skipped"
+    assert train(CONFIG, keys)["status"] == "skipped"
+    assert score(CONFIG, keys)["status"] == "ok"
+    assert layout(CONFIG, keys | {"warehouse.row_group_rows": 2_048}, action="apply")["status"] == "ok"
     old = keys | {"retention.runs_days": 1, "retention.snapshots_days": 1e-9, "retention.leftovers_days": 1e-9}
-    removed = clean(SMOKE, old, dry_run=False)["removed"]
+    removed = clean(CONFIG, old, dry_run=False)["removed"]
     assert removed["snapshots"]["count"] > 0
-    assert train(SMOKE, keys, force=True)["train"]["weights_sha256"] == done["train"]["weights_sha256"]
+    assert train(CONFIG, keys, force=True)["train"]["weights_sha256"] == done["train"]["weights_sha256"]
 
 
 @pytest.mark.slow
 def test_two_writers_of_one_day_do_not_double_it(keys: dict[str, Any]) -> None:
-    workspaces = [Workspace(load(SMOKE, keys)) for _ in range(2)]
+    workspaces = [open_smoke(keys) for _ in range(2)]
     day = datetime.date(2025, 1, 6)
     rows = pa.table({"day": pa.array([day] * 3, pa.date32()), "user": [1, 2, 3]})
     first, second = (one.warehouse for one in workspaces)
@@ -72,7 +69,7 @@ def test_two_writers_of_one_day_do_not_double_it(keys: dict[str, Any]) -> None:
 def test_a_wrong_token_is_one_sentence(keys: dict[str, Any], plain: Any) -> None:
     wrong = keys | {"warehouse.catalog": keys["warehouse.catalog"] | {"token": "wrong"}}
     with pytest.raises(ContractError) as caught:
-        ingest(SMOKE, wrong)
+        ingest(CONFIG, wrong)
     assert str(caught.value) == (
         f"cannot open the catalog at {wrong['warehouse.catalog']['uri']}: "
         "NotAuthorizedException: Not authorized. "
@@ -83,4 +80,4 @@ def test_a_wrong_token_is_one_sentence(keys: dict[str, Any], plain: Any) -> None
         ContractError,
         match=r"cannot open the catalog at http://127\.0\.0\.1:\d+: Connection refused",
     ):
-        Workspace(load(SMOKE, wrong)).warehouse.catalog  # noqa: B018
+        open_smoke(wrong).warehouse.catalog  # noqa: B018

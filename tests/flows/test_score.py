@@ -10,26 +10,22 @@ import pytest
 
 from flows.ingest import ingest
 from flows.score import score
-from pipeline.config import load
 from pipeline.config.files import ROOT
-from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, list_versions, move_alias
 from pipeline.registration.scorer import LoadedModel
+from tests.homes import CONFIG, open_smoke, read_rows
 
-CONFIG = "configs/smoke.yaml"
 KEEP = ("label", "cat_user", "list_interests", "event_time")
 DAYS = ["2025-01-06", "2025-01-07", "2025-01-08", "2025-01-09"]
 
 
 def everything(table: str, columns: list[str]) -> pa.Table:
-    warehouse = Workspace(load(CONFIG)).warehouse
-    reader = warehouse.reader(warehouse.current(table), columns)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    return read_rows(open_smoke().warehouse, table, columns)
 
 
 def another_champion() -> int:
     """The smoke run's model as a second version."""
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     first = tracker.client.get_model_version("smoke", "1")
     made = tracker.client.create_model_version("smoke", first.source, first.run_id, tags=first.tags)
     move_alias(tracker, "smoke", CHAMPION, int(made.version), "person", "the same again")
@@ -89,11 +85,11 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
 
 def test_a_day_that_cannot_be_scored_is_one_sentence(copied, command):
     code, result, _ = command(score, CONFIG, "version=99", home=copied)
-    known = ", ".join(str(number) for number in list_versions(Workspace(load(CONFIG)).tracking, "smoke"))
+    known = ", ".join(str(number) for number in list_versions(open_smoke().tracking, "smoke"))
     assert (code, result["error"]) == (
         1, f"model 'smoke': expected a version among {known}, got 99. Name one of them: version=N.",
     )  # fmt: skip
-    Workspace(load(CONFIG)).tracking.client.delete_registered_model_alias("smoke", "champion")
+    open_smoke().tracking.client.delete_registered_model_alias("smoke", "champion")
     code, result, _ = command(score, CONFIG, home=copied)
     assert (code, result["error"]) == (
         1, f"model 'smoke': expected a champion, got none. Choose among versions {known}: python -m flows.promote "

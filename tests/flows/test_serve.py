@@ -20,11 +20,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.serve import main, read_options
-from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.jobs.workspace import Workspace
 from pipeline.processes.process import process_start
 from pipeline.registration.aliases import move_alias
+from tests.homes import open_smoke
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -109,7 +108,7 @@ def server(copied, tmp_path) -> Iterator[Server]:
 
 def example(home: Path) -> dict[str, Any]:
     """The body that the registered version was saved with."""
-    tracker = Workspace(load("configs/smoke.yaml")).tracking
+    tracker = open_smoke().tracking
     path = mlflow.artifacts.download_artifacts(
         "models:/smoke/1/serving_input_example.json", dst_path=str(home / "example"), tracking_uri=tracker.uri
     )
@@ -125,7 +124,7 @@ def test_a_server_changes_its_version_replaces_a_process_and_loses_nothing(serve
     assert len(expected["predictions"]) == 3
     tables_are_shared(server.children())
 
-    tracker = Workspace(load("configs/smoke.yaml")).tracking
+    tracker = open_smoke().tracking
     first = tracker.client.get_model_version("smoke", "1")
     tracker.client.create_model_version("smoke", first.source, first.run_id, tags=first.tags, model_id=first.model_id)
     seen: list[tuple[str, Any]] = []

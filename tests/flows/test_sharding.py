@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 
 from flows.sharding import sharding
-from pipeline.config import load
 from pipeline.evaluation import plots
 from pipeline.jobs.console import format_rows
-from pipeline.jobs.workspace import Workspace
 from pipeline.study import plans as sharding_plans
 from pipeline.study.plans import TOLERANCE
+from tests.homes import open_smoke
 
 KINDS = ("row_wise", "table_wise", "table_column_wise", "grid_shard")
 """A few plans, because each starts its own ranks. tests/pipeline/training/tables/test_sharding.py covers all types."""
@@ -55,16 +54,15 @@ def test_a_refused_plan_gives_the_reason(result: dict[str, Any]) -> None:
 @pytest.mark.nightly
 def test_the_run_has_a_table_and_a_plot(result: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_HOME", str(home))
-    client = Workspace(load("configs/smoke.yaml")).tracking.client
+    client = open_smoke().tracking.client
     names = {item.path for folder in (None, "plots") for item in client.list_artifacts(result["mlflow_run_id"], folder)}
     assert {"placements.json", "plots/placements.svg"} <= names
     assert client.get_run(result["mlflow_run_id"]).info.status == "FINISHED"
     assert not (home / "placement" / "smoke" / "run").exists()
 
 
-def test_a_training_keeps_its_plan(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DLRM_HOME", str(home))
-    tracker = Workspace(load("configs/smoke.yaml")).tracking
+def test_a_training_keeps_its_plan(smoke: dict[str, Any], at_home: Path) -> None:
+    tracker = open_smoke().tracking
     names = {
         item.path
         for folder in (None, "plots")

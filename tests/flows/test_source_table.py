@@ -14,12 +14,11 @@ from flows.score import score
 from flows.suggest import suggest
 from pipeline.config import load
 from pipeline.errors import ConfigError, DataError
-from pipeline.jobs.workspace import Workspace
 from storage.config import WarehouseConfig
 from storage.reader import DAY
 from storage.warehouse import Warehouse
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 SOURCE = {"name": "theirs", "source": {"table": "theirs.logs.samples", "day_column": "ds"}}
 
 
@@ -68,7 +67,7 @@ def test_training_on_a_table_gives_the_model_of_an_ingest(
     assert done["train"]["weights_sha256"] == smoke["train"]["weights_sha256"]
     assert done["eval"]["ne"] == smoke["eval"]["ne"]
     assert table.refresh().metadata_location == theirs.load_table("logs.samples").metadata_location
-    own = Workspace(load(CONFIG, keys)).warehouse
+    own = open_smoke(keys).warehouse
     assert [name[-1] for name in own.catalog.list_tables(own.config.namespace)] == ["theirs_profile"]
 
 
@@ -98,7 +97,7 @@ def test_scores_and_suggestions_come_from_the_table(at_home: Path, theirs: Catal
     end_to_end(CONFIG, keys)
     scored = score(CONFIG, keys, start=datetime.date(2025, 1, 9))
     assert (scored["status"], scored["rows"]) == ("ok", 5_000)
-    own = Workspace(load(CONFIG, keys)).warehouse
+    own = open_smoke(keys).warehouse
     assert own.day_rows(own.current("theirs_scores")) == {datetime.date(2025, 1, 9): 5_000}
     path = suggest(CONFIG, keys)["config_path"]
     assert load(path).source.table == "theirs.logs.samples"

@@ -11,8 +11,7 @@ from pipeline.config import RunConfig, load
 from pipeline.config.draft import load_draft
 from pipeline.errors import ConfigError
 from pipeline.jobs.features.suggest import given_source
-
-CONFIG = "configs/smoke.yaml"
+from tests.homes import CONFIG
 
 
 def test_a_draft_needs_a_source_and_nothing_else(tmp_path):

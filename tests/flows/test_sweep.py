@@ -20,8 +20,8 @@ from pipeline.jobs.search.trials import Search, SearchJob, StoppedEarly, Trials,
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
+from tests.homes import CONFIG, open_smoke
 
-CONFIG = "configs/smoke.yaml"
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
 LIGHT = {"training.world_size": 1, "preprocessing.executor": "inline", "training.threads_per_rank": 1}
 """One process makes a trial a matter of seconds."""
@@ -99,10 +99,9 @@ def test_invalid_searches_are_refused(overrides, said):
     assert str(error.value) == said
 
 
-def test_trials_need_validation_rows(smoke, home, monkeypatch):
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def test_trials_need_validation_rows(at_home):
     with pytest.raises(ConfigError) as error:
-        sweep_job.pin_sweep(Workspace(load(CONFIG, {"split.days.valid": []})), None, False)
+        sweep_job.pin_sweep(open_smoke({"split.days.valid": []}), None, False)
     assert str(error.value) == (
         "split: expected validation rows, by which trials are ranked, got none. Name some as `valid`."
     )
@@ -117,8 +116,8 @@ def test_the_sweep_section_is_not_part_of_a_trainings_identity():
 def test_the_same_sweep_has_the_same_folder_until_forced(smoke, copied):
     config = load(CONFIG)
     first = sweep_job.pin_sweep(Workspace(config), None, False)
-    assert sweep_job.pin_sweep(Workspace(load(CONFIG, {"sweep.trials": 99, "sweep.parallel": 2})), None, True) == first
-    assert sweep_job.pin_sweep(Workspace(load(CONFIG, {"sweep.seed": 2})), None, False).identity != first.identity
+    assert sweep_job.pin_sweep(open_smoke({"sweep.trials": 99, "sweep.parallel": 2}), None, True) == first
+    assert sweep_job.pin_sweep(open_smoke({"sweep.seed": 2}), None, False).identity != first.identity
     folder = Path(first.folder)
     folder.mkdir(parents=True)
     assert sweep_job.pin_sweep(Workspace(config), None, True) == first  # unfinished, so it resumes
@@ -228,7 +227,7 @@ def test_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command, copied):
         process.wait(30)
     assert ended(family)
     [folder] = sweeps.iterdir()
-    tracker = Workspace(load(CONFIG)).tracking
+    tracker = open_smoke().tracking
     before = {run.data.tags["dlrm.trial"]: run for run in children(tracker, (folder / "mlflow_run_id").read_text())}
     assert {number: run.info.status for number, run in before.items()} == {"0": "FINISHED", "1": "RUNNING"}
 
@@ -252,7 +251,7 @@ def test_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command, copied):
     assert plots == {f"plots/{name}.svg" for name in ("history", "importance", "parallel_coordinates")}
     assert load(result["config_path"]) == load(load(CONFIG, LIGHT | {"training.checkpoint_every_steps": 5}), result["best"]["params"] | {"sweep": {}})  # fmt: skip
     identity = folder.name.split("-")[1]
-    tags = [tag for tag in Workspace(load(CONFIG)).warehouse.table("smoke").refs() if identity in tag]
+    tags = [tag for tag in open_smoke().warehouse.table("smoke").refs() if identity in tag]
     assert tags == [f"train-{identity}-{smoke['snapshot_id']}"]  # one plan for all trials
 
     code, same, _ = command(sweep, CONFIG, *words, home=copied)
@@ -319,7 +318,7 @@ def failing(tmp_path: Path, errors: list[Exception | None]) -> Trials:
         raise AssertionError("not trained")
 
     trials = Trials(
-        Search(Workspace(load(CONFIG)), job, "sweep", "none"), study, tmp_path, make_config,
+        Search(open_smoke(), job, "sweep", "none"), study, tmp_path, make_config,
         lambda draw: (f"trial {draw.number}", {}), lambda record: None,
     )  # fmt: skip
 
@@ -362,9 +361,9 @@ def test_a_sweep_without_its_best_config_is_not_finished(tmp_path):
     job = SearchJob(identity="x", folder=str(tmp_path), snapshot={"table": "smoke", "snapshot_id": 1})
     result = {"trials": {"complete": 20}, "config_path": str(tmp_path / "best.yaml")}
     (tmp_path / "result.json").write_text(json.dumps(result))
-    assert sweep_job.load_result(Workspace(load(CONFIG)), job) is None
+    assert sweep_job.load_result(open_smoke(), job) is None
     (tmp_path / "best.yaml").touch()
-    assert sweep_job.load_result(Workspace(load(CONFIG)), job) == result | {"status": "skipped"}
+    assert sweep_job.load_result(open_smoke(), job) == result | {"status": "skipped"}
 
 
 def test_an_interrupt_ends_all_trials(tmp_path):

@@ -9,12 +9,11 @@ import pytest
 from flows.end_to_end import end_to_end
 from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.jobs.workspace import Workspace
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.versions import download_packed
+from tests.homes import CONFIG, open_smoke
 from tests.quality import quality
 
-CONFIG = "configs/smoke.yaml"
 THINNED = {
     "source.outcomes.keep_negatives": 0.2,
     "features.weight": "sample_weight",
@@ -37,7 +36,7 @@ def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, plain, tmp_path,
     assert evaluation["label_rate"] == pytest.approx(smoke["eval"]["label_rate"], abs=0.03)
     files = sorted((home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
-    model = LoadedModel(download_packed(Workspace(load(CONFIG)).tracking, "smoke", 1, Path(tmp_path / "model")))
+    model = LoadedModel(download_packed(open_smoke().tracking, "smoke", 1, Path(tmp_path / "model")))
     assert "sample_weight" not in model.columns
     found = quality(rows.column("label").to_numpy(), model.score(rows))
     assert found.rows == 5_000

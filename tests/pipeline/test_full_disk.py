@@ -29,6 +29,7 @@ from storage.artifacts import sha256, write_json
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import read_rows
 
 DAYS = [datetime.date(2025, 3, 1), datetime.date(2025, 3, 2)]
 
@@ -76,7 +77,7 @@ def test_an_ingest_on_a_full_disk_leaves_the_table_as_it_was(tmp_path: Path, siz
 
     pq.write_table(day_of(0), tmp_path / "0.parquet")
     before = ingest()
-    rows = read(warehouse, before)
+    rows = read_rows(warehouse, before, ["user", "num"])
     pq.write_table(day_of(1), tmp_path / "1.parquet")
     files = everything(tmp_path / "home")
     with full_beyond(size), pytest.raises(OSError, match="File too large"):
@@ -84,13 +85,8 @@ def test_an_ingest_on_a_full_disk_leaves_the_table_as_it_was(tmp_path: Path, siz
     assert everything(tmp_path / "home") == files
     assert not list((tmp_path / "home" / "tmp").iterdir())
     assert (warehouse.current("t"), warehouse.day_rows(before)) == (before, {DAYS[0]: 60_000})
-    assert read(warehouse, before).equals(rows)
+    assert read_rows(warehouse, before, ["user", "num"]).equals(rows)
     assert warehouse.day_rows(ingest()) == dict.fromkeys(DAYS, 60_000)  # once there is room
-
-
-def read(warehouse: Warehouse, snapshot: SnapshotRef) -> pa.Table:
-    reader = warehouse.reader(snapshot, ["user", "num"])
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
 
 
 @pytest.mark.usefixtures("device")

@@ -3,6 +3,7 @@
 import datetime
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,12 @@ from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError, StorageError
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import write_days
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 
 
-def write(warehouse: Warehouse, table: pa.Table) -> SnapshotRef:
-    days = dict.fromkeys(table["day"].to_pylist(), "i")
-    return warehouse.replace_days("events", days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
+write = partial(write_days, chunk_rows=5)
 
 
 def reference() -> pd.DataFrame:

@@ -24,30 +24,21 @@ from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
 from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
+from tests.homes import read_rows, rows_of, write_days
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 
 
 def rows(day: datetime.date, count: int, first: int = 0, **columns: Any) -> pa.Table:
-    return pa.table(
-        {
-            "day": pa.array([day] * count, pa.date32()),
-            "id": pa.array(range(first, first + count), pa.int64()),
-            **columns,
-        }
-    )
+    return rows_of(day, count, id=pa.array(range(first, first + count), pa.int64()), **columns)
 
 
-def write(warehouse: Warehouse, *tables: pa.Table, name: str = "events", identity: str = "i") -> SnapshotRef:
-    table = pa.concat_tables(tables)
-    days = dict.fromkeys(table["day"].to_pylist(), identity)
-    return warehouse.replace_days(name, days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
+write = partial(write_days, chunk_rows=5)
 
 
 def read(warehouse: Warehouse, snapshot: SnapshotRef, columns: list[str], row_filter: Any = None) -> pd.DataFrame:
-    reader = warehouse.reader(snapshot, columns, row_filter)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).to_pandas()
+    return read_rows(warehouse, snapshot, columns, row_filter).to_pandas()
 
 
 def ids(warehouse: Warehouse, snapshot: SnapshotRef | None = None) -> list[int]:

@@ -16,6 +16,7 @@ from storage.errors import CorruptFileError, StorageError
 from storage.layout.spec import Layout, leaf_paths
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import read_rows, write_days
 
 DAY1, DAY2 = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
 
@@ -34,15 +35,8 @@ def table(count: int = 40, day: datetime.date = DAY1) -> pa.Table:
     )
 
 
-def write(warehouse: Warehouse, *parts: pa.Table) -> SnapshotRef:
-    rows = pa.concat_tables(parts)
-    days = dict.fromkeys(rows["day"].to_pylist(), "i")
-    return warehouse.replace_days("events", days, rows.schema, rows.to_batches(), rows.num_rows)
-
-
 def read(warehouse: Warehouse, snapshot: SnapshotRef) -> pa.Table:
-    reader = warehouse.reader(snapshot, table().column_names)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    return read_rows(warehouse, snapshot, table().column_names)
 
 
 def same(got: pa.Table, expected: pa.Table) -> bool:
@@ -61,7 +55,7 @@ def set_properties(warehouse: Warehouse, properties: dict[str, str]) -> None:
 @pytest.mark.parametrize("part", ["pages", "footer"])
 def test_a_flipped_bit_is_an_error_or_changes_nothing(home: Path, part: str) -> None:
     warehouse = Warehouse(WarehouseConfig(row_group_rows=16), home)
-    snapshot = write(warehouse, table())
+    snapshot = write_days(warehouse, table())
     [path] = files(home)
     whole = path.read_bytes()
     footer = len(whole) - 8 - struct.unpack("<I", whole[-8:-4])[0]
@@ -82,7 +76,7 @@ def test_a_wide_page_with_any_bit_flipped_is_an_error(home: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(codec="uncompressed"), home)
     draw = random.Random(1)
     rows = pa.table({"day": [DAY1] * 4_096, "x": [draw.random() for _ in range(4_096)]})
-    snapshot = write(warehouse, rows)
+    snapshot = write_days(warehouse, rows)
     [path] = files(home)
     whole, reader = path.read_bytes(), warehouse.reader(snapshot, ["x"])
     [fragment] = reader.fragments()
@@ -96,7 +90,7 @@ def test_a_wide_page_with_any_bit_flipped_is_an_error(home: Path) -> None:
 
 
 def test_files_of_another_writer_are_read(warehouse: Warehouse) -> None:
-    write(warehouse, table(12))
+    write_days(warehouse, table(12))
     warehouse.table("events").append(table(9, DAY2))  # pyiceberg's own writer: no checksum, other names
     assert same(read(warehouse, warehouse.current("events")), pa.concat_tables([table(12), table(9, DAY2)]))
 
@@ -104,7 +98,7 @@ def test_files_of_another_writer_are_read(warehouse: Warehouse) -> None:
 def test_other_tools_read_our_files(warehouse: Warehouse, home: Path) -> None:
     import duckdb
 
-    write(warehouse, table(25), table(7, DAY2))
+    write_days(warehouse, table(25), table(7, DAY2))
     expected = pa.concat_tables([table(25), table(7, DAY2)])
     assert same(
         warehouse.table("events").scan().to_arrow().sort_by([("day", "ascending"), ("id", "ascending")]), expected
@@ -116,7 +110,7 @@ def test_other_tools_read_our_files(warehouse: Warehouse, home: Path) -> None:
 
 
 def test_the_manifest_describes_each_file(warehouse: Warehouse, home: Path) -> None:
-    write(warehouse, table(25), table(7, DAY2))
+    write_days(warehouse, table(25), table(7, DAY2))
     for task in warehouse.table("events").scan().plan_files():
         path = Path(task.file.file_path.removeprefix("file://"))
         metadata = pq.ParquetFile(path).metadata
@@ -131,12 +125,12 @@ def test_the_manifest_describes_each_file(warehouse: Warehouse, home: Path) -> N
 
 
 def test_the_table_decides_the_layout_of_new_files(warehouse: Warehouse, home: Path) -> None:
-    write(warehouse, table(6))
+    write_days(warehouse, table(6))
     first = set(files(home))
     layout = Layout(codec="snappy", codecs={"tags": "lz4", "x": "uncompressed"}, plain=("id",), row_group_rows=8)
     set_properties(warehouse, layout.properties())
     other = Warehouse(WarehouseConfig(codec="gzip", row_group_rows=99, file_rows=99), home)
-    assert same(read(other, write(other, table(20))), table(20))
+    assert same(read(other, write_days(other, table(20))), table(20))
     [path] = set(files(home)) - first
     metadata = pq.ParquetFile(path).metadata
     group = metadata.row_group(0)

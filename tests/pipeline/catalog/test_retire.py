@@ -16,6 +16,7 @@ from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
 from storage.layout.columns import Footers
 from storage.warehouse import Warehouse
+from tests.homes import rows_of, write_days
 
 DAY = datetime.date(2024, 1, 1)
 NOW = datetime.datetime(2024, 6, 1, tzinfo=datetime.UTC)
@@ -26,19 +27,12 @@ ROWS = 50
 def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Warehouse, pa.Schema]:
     """Columns that are used, all null, never read, useless, and so on."""
     warehouse = Warehouse(WarehouseConfig(), tmp_path_factory.mktemp("warehouse"))
-    rows = pa.table(
-        {
-            "day": pa.array([DAY] * ROWS, pa.date32()),
-            "label": [0, 1] * (ROWS // 2),
-            "used": [float(i) for i in range(ROWS)],
-            "null": pa.nulls(ROWS, pa.list_(pa.int64())),
-            "unread": [f"text {i}" * 20 for i in range(ROWS)],
-            "worthless": list(range(ROWS)),
-            "tried": pa.nulls(ROWS, pa.float64()),
-            "key": list(range(ROWS)),
-        }
-    )
-    warehouse.replace_days("t", {DAY: "i"}, rows.schema, rows.to_batches(), ROWS)
+    rows = rows_of(
+        DAY, ROWS, label=[0, 1] * (ROWS // 2), used=[float(i) for i in range(ROWS)],
+        null=pa.nulls(ROWS, pa.list_(pa.int64())), unread=[f"text {i}" * 20 for i in range(ROWS)],
+        worthless=list(range(ROWS)), tried=pa.nulls(ROWS, pa.float64()), key=list(range(ROWS)),
+    )  # fmt: skip
+    write_days(warehouse, rows, name="t")
     return warehouse, rows.schema
 
 

@@ -25,6 +25,7 @@ from storage.layout.rewrite import rewrite_day
 from storage.reader import SnapshotRef
 from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
+from tests.homes import read_rows, write_days
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 CONFIG = WarehouseConfig(row_group_rows=40, file_rows=100)
@@ -46,8 +47,7 @@ def day_of(number: int, rows: int = 230) -> pa.Table:
 
 
 def ingest(warehouse: Warehouse, number: int, identity: str = "first", **columns: Any) -> SnapshotRef:
-    rows = day_of(number)
-    return warehouse.replace_days("t", {DAYS[number]: identity}, rows.schema, rows.to_batches(), rows.num_rows)
+    return write_days(warehouse, day_of(number), name="t", identity=identity)
 
 
 def save_side(root: Path, number: int, seed: int = 0) -> None:
@@ -78,11 +78,6 @@ def run(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> EnrichResul
     return enrich(sources or (SOURCE,), warehouse, "t", warehouse.home.parent, **more)
 
 
-def read(warehouse: Warehouse, snapshot: SnapshotRef, columns: list[str] | None = None) -> pa.Table:
-    reader = warehouse.reader(snapshot, columns or warehouse.schema(snapshot).names)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
-
-
 def files(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, str]:
     return warehouse.day_names(snapshot)
 
@@ -96,17 +91,17 @@ def test_a_backfill_writes_what_the_reader_joins_and_nothing_else(warehouse):
     joined = pin_sources([SOURCE], warehouse.home.parent, warehouse)
     wanted = open_reader(warehouse, before, ["score", "liked"], None, joined)
     expected = pa.concat_tables([wanted.read(fragment) for fragment in wanted.fragments()])
-    old = read(warehouse, before)
+    old = read_rows(warehouse, before)
     done = run(warehouse)
     assert (done.days_written, done.days_without, done.rows) == (tuple(DAYS[:3]), (DAYS[3],), 690)
     after = warehouse.current("t")
-    assert read(warehouse, after, old.column_names).equals(old)  # values and order
-    assert read(warehouse, after, ["score", "liked"]).cast(expected.schema).equals(expected)
+    assert read_rows(warehouse, after, old.column_names).equals(old)  # values and order
+    assert read_rows(warehouse, after, ["score", "liked"]).cast(expected.schema).equals(expected)
     assert files(warehouse, after)[DAYS[3]] == files(warehouse, before)[DAYS[3]]
-    assert read(warehouse, before).equals(old)  # pinned
+    assert read_rows(warehouse, before).equals(old)  # pinned
     assert warehouse.written_days("t") == dict.fromkeys(DAYS, "first")  # so that an ingest skips them
     found = [
-        value for value in read(warehouse, after, ["liked"]).column("liked")[:690].to_pylist() if value is not None
+        value for value in read_rows(warehouse, after, ["liked"]).column("liked")[:690].to_pylist() if value is not None
     ]
     assert done.matched_share == pytest.approx(len(found) / 690)
     assert done.bytes_written == sum(
@@ -124,23 +119,23 @@ def test_days_are_due_once_for_each_input_and_each_ingest(warehouse, tmp_path):
     save_side(tmp_path, 1, seed=1)
     assert run(warehouse).days_written == (DAYS[1],)
     ingest(warehouse, 0, "second")
-    assert set(read(warehouse, warehouse.current("t"), ["score"])["score"][:230].to_pylist()) == {None}
+    assert set(read_rows(warehouse, warehouse.current("t"), ["score"])["score"][:230].to_pylist()) == {None}
     assert run(warehouse).days_written == (DAYS[0],)
     assert warehouse.written_days("t")[DAYS[0]] == "second"
     assert run(warehouse, force=True).days_written == tuple(DAYS[:3])
     (tmp_path / "side" / "2.parquet").unlink()
     assert run(warehouse).days_written == (DAYS[2],)  # values that the source withdrew are null again
-    assert set(read(warehouse, warehouse.current("t"), ["score"])["score"][460:690].to_pylist()) == {None}
+    assert set(read_rows(warehouse, warehouse.current("t"), ["score"])["score"][460:690].to_pylist()) == {None}
     assert run(warehouse).days_without == (DAYS[2], DAYS[3])
 
 
 def test_a_second_feature_source_leaves_the_columns_of_the_first(warehouse, tmp_path):
     run(warehouse)
-    first = read(warehouse, warehouse.current("t"), ["score", "liked"])
+    first = read_rows(warehouse, warehouse.current("t"), ["score", "liked"])
     pq.write_table(pa.table({"text": [f"t{i}" for i in range(9)], "weight": range(9)}), tmp_path / "w.parquet")
     whole = FeatureJoin(path="w.parquet", on="text")
     assert run(warehouse, whole).days_written == tuple(DAYS)
-    rows = read(warehouse, warehouse.current("t"))
+    rows = read_rows(warehouse, warehouse.current("t"))
     assert rows.select(["score", "liked"]).equals(first)
     assert [f"t{i}" for i in rows["weight"].to_pylist()] == rows["text"].to_pylist()
     assert run(warehouse, SOURCE, whole).days_written == ()
@@ -173,13 +168,13 @@ enrich((SOURCE,), Warehouse(CONFIG, home), "t", home.parent)
 @pytest.mark.parametrize(("at", "when"), [(1, "before"), (2, "after"), (3, "before")])
 def test_a_killed_backfill_resumes(at, when, warehouse):
     home, undisturbed = warehouse.home, on_disk(warehouse.home)
-    old = read(warehouse, warehouse.current("t"))
+    old = read_rows(warehouse, warehouse.current("t"))
     arguments = [sys.executable, "-c", KILL, str(home), str(at), when]
     done = subprocess.run(arguments, cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True)
     assert done.returncode == -9, done.stderr[-2000:]
     whole = at if when == "after" else at - 1
     after = warehouse.current("t")
-    assert read(warehouse, after, old.column_names).equals(old)
+    assert read_rows(warehouse, after, old.column_names).equals(old)
     changed = [day for day in DAYS if files(warehouse, after)[day] not in _first_files(warehouse)]
     assert changed == DAYS[:whole]
     assert on_disk(home) >= undisturbed
@@ -208,7 +203,7 @@ def test_neither_expiry_nor_another_layout_makes_days_due_again(warehouse, tmp_p
 
 def test_a_day_ingested_meanwhile_is_not_overwritten(warehouse):
     first = run(warehouse, end=DAYS[0]).snapshot
-    rows = read(warehouse, first)
+    rows = read_rows(warehouse, first)
     ingest(warehouse, 1, "second")
     days = {DAYS[1]: "first"}
     with pytest.raises(ConflictError, match="rows written in the meantime"):
@@ -258,7 +253,7 @@ def test_a_column_that_was_dropped_is_written_again(warehouse):
 def test_values_of_an_ingest_are_not_overwritten(warehouse):
     run(warehouse)
     rows = day_of(1).append_column("score", pa.array([-1.0] * 230))
-    warehouse.replace_days("t", {DAYS[1]: "second"}, rows.schema, rows.to_batches(), 230)
+    write_days(warehouse, rows, name="t", identity="second")
     assert refused(warehouse) == (
         "ConfigError: day 2025-03-02 of table 't': expected no values in score, got values that no backfill wrote. "
         "Set `prefix`, or overwrite them with force=true."
@@ -315,14 +310,14 @@ def changed(warehouse: Warehouse, before: SnapshotRef) -> list[datetime.date]:
 
 
 def test_columns_that_were_dropped_or_renamed_since_the_last_commit_stay_so(warehouse):
-    numbers = read(warehouse, warehouse.current("t"), ["num"])["num"].to_pylist()
+    numbers = read_rows(warehouse, warehouse.current("t"), ["num"])["num"].to_pylist()
     with warehouse.table("t").update_schema() as update:
         update.delete_column("text")
         update.rename_column("num", "number")
     run(warehouse)
     after = warehouse.current("t")
     assert set(warehouse.schema(after).names) == {"day", "user", "number", "ids", "at", "score", "liked"}
-    assert read(warehouse, after, ["number"])["number"].to_pylist() == numbers
+    assert read_rows(warehouse, after, ["number"])["number"].to_pylist() == numbers
 
 
 def test_many_columns_are_noted_in_one_commit(warehouse):

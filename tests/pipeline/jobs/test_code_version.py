@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load
 from pipeline.jobs import code_version
 from pipeline.jobs.code_version import CodeVersion
 from pipeline.jobs.training.rank import main
 from pipeline.jobs.training.train import note_changes
-from pipeline.jobs.workspace import Workspace
+from tests.homes import open_smoke
 
 
 def test_a_commit_is_marked_for_changed_code_but_not_for_a_changed_report(
@@ -44,7 +43,7 @@ def test_outside_of_git_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytes
 
 
 def note(folder: Path, code: CodeVersion) -> None:
-    note_changes(Workspace(load("configs/smoke.yaml")), folder, code)
+    note_changes(open_smoke(), folder, code)
 
 
 def test_a_run_notes_every_version_of_the_code_that_trains_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,14 +17,10 @@ from pipeline.serving.row_log import RowLog
 from pipeline.transforms.joins import EventWindow, History
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
+from tests.homes import START, moments, read_rows, rows_of, write_days
 
-START = datetime.datetime(2025, 3, 1)
 DAYS, ROWS, USERS, LAST = 3, 400, 9, 5
 COLUMNS = ("user", "num", "seen_item", "seen_count_86400")
-
-
-def moments(seconds: np.ndarray) -> pa.Array:
-    return pa.array([START + datetime.timedelta(seconds=int(one)) for one in seconds], pa.timestamp("us"))
 
 
 @pytest.fixture
@@ -34,31 +30,18 @@ def warehouse(tmp_path: Path) -> Warehouse:
     warehouse = Warehouse(WarehouseConfig(row_group_rows=60, file_rows=150), tmp_path)
     for day in range(DAYS):
         at = day * 86_400 + np.arange(ROWS) * 200
-        rows = pa.table(
-            {
-                "day": pa.array([START.date() + datetime.timedelta(days=day)] * ROWS, pa.date32()),
-                "at": moments(at),
-                "user": random.integers(0, USERS, ROWS),
-                "num": pa.array(random.normal(size=ROWS).astype(np.float32), mask=random.random(ROWS) < 0.1),
-            }
-        )
+        users = random.integers(0, USERS, ROWS)
+        num = pa.array(random.normal(size=ROWS).astype(np.float32), mask=random.random(ROWS) < 0.1)
         date = START.date() + datetime.timedelta(days=day)
-        warehouse.replace_days("t", {date: f"{day}"}, rows.schema, rows.to_batches(), ROWS)
+        write_days(warehouse, rows_of(date, ROWS, at=moments(at), user=users, num=num), name="t")
     write_events(warehouse, np.arange(0, DAYS * 86_400, 400))
     return warehouse
 
 
 def write_events(warehouse: Warehouse, seconds: np.ndarray, tag: str = "a") -> None:
     """Replaces the log by events at these seconds, whose user and item follow from the second."""
-    log = pa.table(
-        {
-            "day": pa.array([START.date()] * len(seconds), pa.date32()),
-            "user": seconds // 400 % USERS,
-            "time": moments(seconds),
-            "item": seconds,
-        }
-    )
-    warehouse.replace_days("log", {START.date(): tag}, log.schema, log.to_batches(), len(seconds))
+    log = rows_of(START.date(), len(seconds), user=seconds // 400 % USERS, time=moments(seconds), item=seconds)
+    write_days(warehouse, log, name="log", identity=tag)
 
 
 def sources() -> list[History | EventWindow]:
@@ -71,8 +54,7 @@ def sources() -> list[History | EventWindow]:
 
 def served_rows(warehouse: Warehouse, seconds: np.ndarray) -> pa.Table:
     """What a server sent that had the events of these seconds: a loop over rows."""
-    reader = warehouse.reader(warehouse.current("t"), ["user", "at", "num"])
-    rows = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()])
+    rows = read_rows(warehouse, "t", ["user", "at", "num"])
     lists, counts = [], []
     for row in rows.to_pylist():
         at = (row["at"] - START).total_seconds()

@@ -21,6 +21,7 @@ from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import read_rows, rows_of, write_days
 
 ROOT = Path(__file__).resolve().parents[3]
 DAYS = tuple(datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3))
@@ -77,8 +78,7 @@ def warehouse(tmp_path: Path) -> Warehouse:
 
 
 def put(warehouse: Warehouse, number: int, offset: int = 0) -> SnapshotRef:
-    rows = make_day(number, offset)
-    return warehouse.replace_days("t", {DAYS[number]: "same"}, rows.schema, rows.to_batches(5), rows.num_rows)
+    return write_days(warehouse, make_day(number, offset), name="t", chunk_rows=5)
 
 
 def plan(
@@ -108,8 +108,7 @@ def run(
 def stored(
     warehouse: Warehouse, columns: tuple[str, ...] = ("day", *KEEP, "probability", "model_version")
 ) -> list[dict[str, Any]]:
-    reader = warehouse.reader(warehouse.current("t_scores"), columns)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).to_pylist()
+    return read_rows(warehouse, "t_scores", columns).to_pylist()
 
 
 def wanted(*tables: pa.Table, version: int = 1) -> list[dict[str, Any]]:
@@ -156,8 +155,7 @@ def test_a_new_day_of_a_feature_source_leaves_finished_days(warehouse):
         return plan_scoring(ScoringConfig(), warehouse, warehouse.current("t"), None, "m", joined=joined)
 
     def put_side(day, value):
-        rows = pa.table({"day": pa.array([day], pa.date32()), "row": [1], "extra": [value]})
-        warehouse.replace_days("side", {day: "same"}, rows.schema, rows.to_batches(), 1)
+        write_days(warehouse, rows_of(day, row=[1], extra=[value]), name="side")
 
     put_side(DAYS[0], 0.5)
     score(ScoringConfig(), warehouse, plan_joined(), Model(), 1)

@@ -4,12 +4,12 @@ import pytest
 
 from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.jobs.workspace import Workspace
 from pipeline.study.job import pin_study
 from pipeline.study.points.config import CharacterizeConfig
 from pipeline.study.points.points import StudyPoint
 from pipeline.study.quality import check_point_sweep
-from tests.pipeline.study.tiny import BATCH, CONFIG, RATE, SWEEP
+from tests.homes import CONFIG, open_smoke
+from tests.pipeline.study.tiny import BATCH, RATE, SWEEP
 
 POINT = StudyPoint(values={BATCH: 512}, settings={BATCH: 512})
 
@@ -52,7 +52,7 @@ def test_a_study_of_quality_is_refused_before_its_first_point():
     axes = {RATE: {"own": {RATE: 0.05}, "outside": {RATE: 0.5}}}
     section = CharacterizeConfig(axes=axes, measure="quality")
     with pytest.raises(ConfigError) as error:
-        pin_study(Workspace(load(CONFIG, {"sweep": SWEEP})), section, None, False)
+        pin_study(open_smoke(sweep=SWEEP), section, None, False)
     assert str(error.value) == (
         f"sweep.space '{RATE}' at table_learning_rate outside: expected the config's own value among its values, got "
         "others. Widen it."

@@ -3,8 +3,8 @@
 from typing import Any
 
 from pipeline.study.points.load import StudyConfig, load_study
+from tests.homes import CONFIG
 
-CONFIG = "configs/smoke.yaml"
 RATE, BATCH = "training.table_learning_rate", "training.batch_rows"
 SWEEP = {"strategy": "random", "trials": 2, "space": {RATE: {"low": 0.01, "high": 0.2, "log": True}}}
 """A sweep of two trials."""

@@ -13,14 +13,14 @@ from storage.errors import CorruptFileError
 from storage.layout.columns import Footers
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import rows_of, write_days
 
 DAYS = [datetime.date(2024, 1, 1) + datetime.timedelta(days=i) for i in range(4)]
 LISTS = pa.list_(pa.int64())
 
 
 def write(warehouse: Warehouse, day: datetime.date, count: int, **columns: Any) -> SnapshotRef:
-    table = pa.table({"day": pa.array([day] * count, pa.date32()), "id": range(count), **columns})
-    return warehouse.replace_days("events", {day: "i"}, table.schema, table.to_batches(max_chunksize=5), count)
+    return write_days(warehouse, rows_of(day, count, id=range(count), **columns), chunk_rows=5)
 
 
 def footers(warehouse: Warehouse, snapshot: SnapshotRef) -> Footers:

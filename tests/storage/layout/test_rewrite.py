@@ -1,6 +1,7 @@
 """A rewritten day has the same rows, in the layout of its table."""
 
 import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError
 from storage.layout.rewrite import days_in_other_layouts, days_to_compact, layout_of, rewrite_day, set_layout
 from storage.layout.spec import Layout
-from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import read_rows, write_days
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 LAYOUT = Layout(codec="lz4", first=("tags", "x"), row_group_rows=16, file_rows=96, order_by=("session",))
@@ -36,15 +37,11 @@ def table(day: datetime.date, count: int, seed: int = 1) -> pa.Table:
     return pa.concat_tables([half, half])
 
 
-def write(warehouse: Warehouse, *parts: pa.Table, identity: str = "i") -> SnapshotRef:
-    rows = pa.concat_tables(parts)
-    days = dict.fromkeys(rows["day"].to_pylist(), identity)
-    return warehouse.replace_days("events", days, rows.schema, rows.to_batches(max_chunksize=7), rows.num_rows)
+write = partial(write_days, chunk_rows=7)
 
 
 def read(warehouse: Warehouse) -> pa.Table:
-    reader = warehouse.reader(warehouse.current("events"), table(DAY1, 40).column_names)
-    return pa.concat_tables([reader.read(fragment) for fragment in reader.fragments()]).cast(table(DAY1, 40).schema)
+    return read_rows(warehouse, "events", table(DAY1, 40).column_names).cast(table(DAY1, 40).schema)
 
 
 def in_order(rows: pa.Table, *columns: str) -> list[str]:

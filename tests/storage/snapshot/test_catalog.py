@@ -3,7 +3,6 @@
 import datetime
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.serializers import FromInputFile
@@ -13,13 +12,13 @@ from storage.reader import SnapshotRef
 from storage.snapshot.catalog import KEPT_STATES, ParsedOnceCatalog
 from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
+from tests.homes import rows_of, write_days
 
 DAY1, DAY2 = (datetime.date(2024, 1, day) for day in (1, 2))
 
 
 def write(warehouse: Warehouse, day: datetime.date, count: int = 3, name: str = "events") -> SnapshotRef:
-    table = pa.table({"day": pa.array([day] * count, pa.date32()), "id": pa.array(range(count))})
-    return warehouse.replace_days(name, {day: "i"}, table.schema, table.to_batches(), count, {day: {"note": count}})
+    return write_days(warehouse, rows_of(day, count, id=range(count)), name=name, notes={day: {"note": count}})
 
 
 def count_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -3,7 +3,6 @@
 import datetime
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from pyiceberg import table as of_pyiceberg
 from pyiceberg.expressions import EqualTo
@@ -15,14 +14,14 @@ from storage.reader import SnapshotRef
 from storage.snapshot.commit import CachedTransaction
 from storage.snapshot.maintenance import expire
 from storage.warehouse import Warehouse
+from tests.homes import rows_of, write_days
 
 FIRST = datetime.date(2024, 1, 1)
 
 
 def write(warehouse: Warehouse, number: int) -> None:
     day = FIRST + datetime.timedelta(days=number)
-    table = pa.table({"day": pa.array([day], pa.date32()), "id": pa.array([number])})
-    warehouse.replace_days("events", {day: "i"}, table.schema, table.to_batches(), 1)
+    write_days(warehouse, rows_of(day, id=[number]))
 
 
 def count_fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:

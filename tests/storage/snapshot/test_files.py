@@ -23,6 +23,7 @@ from storage.layout.rewrite import days_to_compact, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import rows_of, write_days
 from tests.storage.foreign import add_file, delete_rows, delete_values
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
@@ -35,8 +36,7 @@ def rows(days: list[datetime.date], first: int = 0) -> pa.Table:
 
 
 def write(warehouse: Warehouse, *days: datetime.date, first: int = 0) -> SnapshotRef:
-    table = rows(list(days), first)
-    return warehouse.replace_days("events", dict.fromkeys(days, "i"), table.schema, table.to_batches(), table.num_rows)
+    return write_days(warehouse, rows(list(days), first))
 
 
 def read(warehouse: Warehouse, days: list[datetime.date] | None = None) -> list[tuple[Any, ...]]:
@@ -245,8 +245,7 @@ def test_a_filter_of_an_older_snapshot_goes_by_the_names_of_its_time(warehouse: 
         update.rename_column("id", "number")
     with warehouse.table("events").update_schema() as update:
         update.rename_column("text", "id")
-    table = pa.table({"day": pa.array([DAY3], pa.date32()), "number": [9], "id": ["t9"]})
-    warehouse.replace_days("events", {DAY3: "i"}, table.schema, table.to_batches(), 1)
+    write_days(warehouse, rows_of(DAY3, number=[9], id=["t9"]))
     reader = warehouse.reader(old, ["text"], EqualTo("id", 1))
     found = [reader.read(fragment)["text"].to_pylist() for fragment in reader.fragments([DAY1, DAY2])]
     assert [text for texts in found for text in texts] == ["t1"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from storage.snapshot.commit import ReplacedDays
 from storage.snapshot.days import EARLIER, identities, notes
 from storage.snapshot.maintenance import ExpireResult, drop_tags, expire, vacuum
 from storage.warehouse import Warehouse
+from tests.homes import rows_of, write_days
 
 ROOT = Path(__file__).resolve().parents[2]
 DAY1, DAY2 = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
@@ -31,13 +33,10 @@ NOW = datetime.timedelta(0)
 
 
 def rows(day: datetime.date, count: int, first: int = 0) -> pa.Table:
-    return pa.table({"day": pa.array([day] * count, pa.date32()), "id": pa.array(range(first, first + count))})
+    return rows_of(day, count, id=pa.array(range(first, first + count)))
 
 
-def write(warehouse: Warehouse, *tables: pa.Table, identity: str = "i", name: str = "events") -> SnapshotRef:
-    table = pa.concat_tables(tables)
-    days = dict.fromkeys(table["day"].to_pylist(), identity)
-    return warehouse.replace_days(name, days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
+write = partial(write_days, chunk_rows=5)
 
 
 def ids(warehouse: Warehouse, snapshot: SnapshotRef | None = None) -> list[int]:
@@ -199,8 +198,7 @@ def test_a_tag_keeps_a_snapshot_and_its_files(warehouse: Warehouse, home: Path) 
 def test_what_was_written_stays_known_when_another_tool_expires_snapshots(warehouse: Warehouse) -> None:
     """pyiceberg's own maintenance knows nothing of our records."""
     for day, identity in ((DAY1, "first"), (DAY2, "second"), (DAY1, "third")):
-        table = rows(day, 3)
-        warehouse.replace_days("events", {day: identity}, table.schema, table.to_batches(), 3, notes={day: identity})
+        write(warehouse, rows(day, 3), identity=identity, notes={day: identity})
     before = warehouse.day_contents(warehouse.current("events"))
     kept = warehouse.current("events").snapshot_id
     their = warehouse.table("events")
@@ -267,10 +265,7 @@ def test_a_tagged_snapshot_keeps_what_is_known_of_its_days(warehouse: Warehouse,
     """Although its days are written again, and the snapshot that wrote them expires."""
 
     def write_day(note: str, same: dict[datetime.date, str]) -> SnapshotRef:
-        table = rows(DAY1, 3)
-        return warehouse.replace_days(
-            "events", {DAY1: "i"}, table.schema, table.to_batches(), 3, notes={DAY1: note}, same=same
-        )
+        return write(warehouse, rows(DAY1, 3), notes={DAY1: note}, same=same)
 
     def known(snapshot: SnapshotRef) -> list[Any]:
         table, names = warehouse.table("events"), warehouse.day_names(snapshot)
@@ -313,8 +308,7 @@ def test_a_table_that_cannot_be_loaded_is_named_before_anything_is_deleted(wareh
     write(warehouse, rows(DAY1, 3))
     write(warehouse, rows(DAY1, 4))
     expire(warehouse, "events", NOW)
-    table = rows(DAY1, 1)
-    warehouse.replace_days("other", {DAY1: "i"}, table.schema, table.to_batches(), 1)
+    write(warehouse, rows(DAY1, 1), name="other")
     metadata = Path(warehouse.table("other").metadata_location.removeprefix("file://"))
     metadata.write_text(metadata.read_text().replace('"long"', '"variant"'))
     before = on_disk(home)

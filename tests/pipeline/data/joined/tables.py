@@ -6,11 +6,11 @@ import pyarrow as pa
 
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
+from tests.homes import write_days
 
 
 def stored(warehouse: Warehouse, rows: pa.Table, name: str = "t") -> SnapshotRef:
-    days = dict.fromkeys(rows.column("day").unique().to_pylist(), "x")
-    return warehouse.replace_days(name, days, rows.schema, rows.to_batches(), rows.num_rows)
+    return write_days(warehouse, rows, name=name)
 
 
 def read(reader: Any) -> pa.Table:

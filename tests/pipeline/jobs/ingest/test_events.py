@@ -18,18 +18,9 @@ from pipeline.jobs.ingest.ingest import enrich_days, ingest_days
 from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.upkeep.clean import remove_snapshots
 from pipeline.jobs.workspace import Workspace
+from tests.homes import draw_events
 
-FIRST = datetime.datetime(2024, 1, 1)
 Open = Callable[..., Workspace]
-
-
-def draw(day: int, rows: int, seed: int, **columns: Any) -> pd.DataFrame:
-    """Events or samples of a day in January 2024."""
-    random = np.random.default_rng(seed)
-    seconds = pd.to_timedelta(random.integers(0, 86_400, rows), unit="s")
-    times = (pd.Timestamp(FIRST) + pd.Timedelta(days=day - 1) + seconds).astype("datetime64[us]")
-    users = pd.array(random.integers(0, 9, rows), dtype="Int64")
-    return pd.DataFrame({"user": users, "at": times, "item": random.integers(0, 50, rows), **columns})
 
 
 @pytest.fixture
@@ -39,9 +30,9 @@ def open_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
     for folder in ("rows", "log"):
         (tmp_path / folder).mkdir()
     for day in (1, 2, 3):
-        draw(day, 40, day).to_parquet(tmp_path / f"log/{day}.parquet")
+        draw_events(day, 40, day).to_parquet(tmp_path / f"log/{day}.parquet")
         label = np.arange(60) % 2
-        draw(day, 60, 10 + day, label=label, num=0.5).to_parquet(tmp_path / f"rows/{day}.parquet")
+        draw_events(day, 60, 10 + day, label=label, num=0.5).to_parquet(tmp_path / f"rows/{day}.parquet")
 
     def make(stored: bool = False, prefix: str = "", **keys: Any) -> Workspace:
         watched = {"path": f"{tmp_path}/log/*", "key": "user", "time": "at"} | keys
@@ -80,7 +71,7 @@ def pin(workspace: Workspace) -> str:
 
 def test_a_log_becomes_days_sorted_by_key_and_time(open_: Open, tmp_path: Path) -> None:
     workspace = open_(columns=["item"], rename={"item": "id"})
-    lost = draw(2, 3, 7, junk="x").assign(user=pd.array([None, 4, 5], dtype="Int64"))
+    lost = draw_events(2, 3, 7, junk="x").assign(user=pd.array([None, 4, 5], dtype="Int64"))
     lost.to_parquet(tmp_path / "log/2b.parquet")
     with pytest.raises(ConfigError, match=r"events\.watched\.columns.*'item'"):
         ingest_days(workspace, None, force=False)
@@ -136,18 +127,18 @@ def test_only_what_a_row_can_see_makes_another_training(open_: Open) -> None:
     workspace = open_()
     assert ingest_days(workspace, None, force=False)["status"] == "ok"
     before = pin(workspace)
-    later = add(workspace, draw(4, 30, 5), "4.parquet")
+    later = add(workspace, draw_events(4, 30, 5), "4.parquet")
     assert (later["days_written"], later["first_day"], later["last_day"]) == (1, "2024-01-01", "2024-01-04")
-    assert add(workspace, draw(3, 5, 6), "3b.parquet")["days_written"] == 1  # 3 January is judged, not learned
+    assert add(workspace, draw_events(3, 5, 6), "3b.parquet")["days_written"] == 1  # 3 January is judged, not learned
     assert pin(workspace) == before
-    assert add(workspace, draw(1, 5, 7), "1b.parquet")["days_written"] == 1
+    assert add(workspace, draw_events(1, 5, 7), "1b.parquet")["days_written"] == 1
     assert pin(workspace) != before
 
 
 @pytest.mark.nightly
 def test_a_day_that_would_lose_a_file_is_held_back(open_: Open, tmp_path: Path) -> None:
     workspace = open_()
-    add(workspace, draw(1, 5, 7), "1b.parquet")
+    add(workspace, draw_events(1, 5, 7), "1b.parquet")
     (tmp_path / "log/1b.parquet").unlink()
     done = ingest_days(workspace, None, force=False)["events"]["watched"]
     assert (done["days_held"], len(stored(workspace))) == (1, 125)
@@ -158,9 +149,9 @@ def test_old_days_leave_the_table_and_do_not_come_back(open_: Open) -> None:
     workspace = open_(keep_days=2)
     ingest_days(workspace, None, force=False)
     assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-02", "2024-01-03"]
-    done = add(workspace, draw(4, 30, 5), "4.parquet")
+    done = add(workspace, draw_events(4, 30, 5), "4.parquet")
     assert (done["days_written"], done["days_expired"]) == (1, 1)
-    ahead = draw(4, 2, 8).assign(at=pd.Timestamp("2190-01-01"))  # a wrong clock counts as one day
+    ahead = draw_events(4, 2, 8).assign(at=pd.Timestamp("2190-01-01"))  # a wrong clock counts as one day
     done = add(workspace, ahead.astype({"at": "datetime64[us]"}), "ahead.parquet")
     assert (done["days_written"], done["days_expired"]) == (1, 1)
     assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-04", "2190-01-01"]
@@ -170,7 +161,7 @@ def test_old_days_leave_the_table_and_do_not_come_back(open_: Open) -> None:
 def test_snapshots_of_a_log_go_with_those_of_the_samples(open_: Open) -> None:
     workspace = open_()
     for number in range(3):
-        add(workspace, draw(4 + number, 5, number), f"more-{number}.parquet")
+        add(workspace, draw_events(4 + number, 5, number), f"more-{number}.parquet")
     retention = workspace.config.retention.model_copy(update={"snapshots_days": 1e-9, "leftovers_days": 1e-9})
     left = Workspace(workspace.config.model_copy(update={"retention": retention}))
     remove_snapshots(left, [], False)
@@ -226,8 +217,8 @@ def test_a_backfill_writes_what_is_computed_while_rows_are_read(open_: Open, tmp
     assert (done["days_written"], done["columns"]) == (3, ["seen_item", "num_count_7200"])
     assert computed(workspace) == expected
     assert workspace.feature_joins() == ()
-    draw(4, 60, 14, label=np.arange(60) % 2, num=0.5).to_parquet(tmp_path / "rows/4.parquet")
-    draw(2, 20, 9).to_parquet(tmp_path / "log/2b.parquet")
+    draw_events(4, 60, 14, label=np.arange(60) % 2, num=0.5).to_parquet(tmp_path / "rows/4.parquet")
+    draw_events(2, 20, 9).to_parquet(tmp_path / "log/2b.parquet")
     assert ingest_days(workspace, None, force=False)["days_backfilled"] == 1
     done = enrich_days(workspace, None, None, force=False)
     assert (done["days_written"], done["days_skipped"]) == (2, 2)

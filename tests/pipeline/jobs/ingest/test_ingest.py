@@ -22,6 +22,7 @@ from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace
 from storage.errors import ConflictError
 from storage.warehouse import Warehouse
+from tests.homes import read_rows
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 NAMED = {"days": {"train": ["2025-03-01..2025-03-03"], "test": ["2025-03-04"]}}
@@ -63,8 +64,7 @@ def workspace(root: Path, split: dict[str, Any] = NAMED, **joined: Any) -> Works
 
 def scores(warehouse: Warehouse) -> dict[datetime.date, set[float | None]]:
     """Day -> tens of its scores, which tell the day that they are of."""
-    reader = warehouse.reader(warehouse.current("beta"), ["day", "score"])
-    frame = pa.concat_tables([reader.read(one) for one in reader.fragments()]).to_pydict()
+    frame = read_rows(warehouse, "beta", ["day", "score"]).to_pydict()
     found: dict[datetime.date, set[float | None]] = {}
     for day, score in zip(frame["day"], frame["score"], strict=True):
         found.setdefault(day, set()).add(None if score is None else score // 100)

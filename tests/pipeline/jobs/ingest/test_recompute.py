@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,12 @@ from pipeline.jobs.ingest import recompute
 from pipeline.jobs.ingest.ingest import ingest_days, ingest_event_tables
 from pipeline.jobs.upkeep.clean import remove_snapshots
 from pipeline.jobs.workspace import Workspace
+from tests.homes import draw_events
 
 FIRST = pd.Timestamp("2024-01-01")
 LAST, SPAN = 4, 7_200
 Open = Callable[..., Workspace]
-
-
-def draw(day: int, rows: int, seed: int, **columns: Any) -> pd.DataFrame:
-    random = np.random.default_rng(seed)
-    times = FIRST + pd.Timedelta(days=day - 1) + pd.to_timedelta(random.permutation(86_400)[:rows], unit="s")
-    values = {"user": random.integers(0, 6, rows), "at": times.astype("datetime64[us]")}
-    return pd.DataFrame(values | {"item": random.integers(0, 50, rows)} | columns)
+draw = partial(draw_events, users=6)
 
 
 def add_day(folder: Path, day: int) -> None:

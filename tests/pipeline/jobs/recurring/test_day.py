@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load
 from pipeline.jobs.recurring.day import clear_old_runs, identity_of_day
 from pipeline.jobs.recurring.run import load_series
 from pipeline.jobs.training.checkpoints import list_checkpoints
 from pipeline.jobs.workspace import Workspace
+from tests.homes import open_smoke
 
 SPLIT = {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01"]}}
 LAST = datetime.date(2025, 1, 9)
@@ -22,7 +22,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Opens a workspace of a model that is trained on table `shared`."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     keys = {"name": "shared", "split": SPLIT, "recurring.keep_checkpoints": 1}
-    return lambda model: Workspace(load("configs/smoke.yaml", keys | {"registration.model_name": model}))
+    return lambda model: open_smoke(keys | {"registration.model_name": model})
 
 
 def make_run(workspace: Workspace, day: int, alias: str | None = None) -> Path:

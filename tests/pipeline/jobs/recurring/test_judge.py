@@ -4,10 +4,8 @@ import datetime
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
-from pipeline.config import load
 from pipeline.evaluation.gate import Verdict
 from pipeline.jobs.recurring import judge
 from pipeline.jobs.recurring.day import ChampionVersion, Today
@@ -15,8 +13,8 @@ from pipeline.jobs.recurring.judge import DayVerdict, judge_challenger
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, move_alias
 from pipeline.registration.tracking import RESULT
+from tests.homes import open_smoke, rows_of, write_days
 
-CONFIG, TABLE = "configs/smoke.yaml", {"name": "toy"}
 DAY, BEFORE = datetime.date(2025, 1, 9), datetime.date(2025, 1, 8)
 Scoring = Callable[[], None]
 
@@ -26,9 +24,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """Opens a workspace with a table of one day and two versions: the champion, and one that waits for its verdict."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     monkeypatch.setattr(judge, "write_pages", lambda *_: None)  # the runs hold no report
-    found = Workspace(load(CONFIG, TABLE))
-    rows = pa.table({"day": pa.array([DAY], pa.date32()), "user": [1]})
-    found.warehouse.replace_days("toy", {DAY: "-"}, rows.schema, rows.to_batches(), 1)
+    found = open_smoke(name="toy")
+    write_days(found.warehouse, rows_of(DAY, user=[1]), name="toy")
     register(found, 2)
     return found
 
@@ -48,16 +45,10 @@ def register(workspace: Workspace, versions: int) -> None:
 def judge_day(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, gate: str, meanwhile: Scoring) -> Verdict | None:
     """Judges version 2 on the day with champion 1. Scoring does something else, and leads to a decision of the gate."""
     champion = ChampionVersion(version=1, trained_to=BEFORE, scratch_day=BEFORE, run_folder="-")
-    fields = {
-        "new_days": (),
-        "new_rows": 0,
-        "scratch_days": (),
-        "done": None,
-        "identity": "-",
-        "rows": 1,
-        "rewritten_days": 0,
-    }
-    today = Today(day=DAY, champion=champion, snapshot=workspace.warehouse.current("toy"), **fields)
+    today = Today(
+        day=DAY, champion=champion, snapshot=workspace.warehouse.current("toy"), new_days=(), new_rows=0,
+        scratch_days=(), done=None, identity="-", rows=1, rewritten_days=0,
+    )  # fmt: skip
 
     def score(*_: object) -> DayVerdict:
         meanwhile()
@@ -122,7 +113,7 @@ def test_a_verdict_is_kept_for_the_same_work_only(workspace: Workspace, monkeypa
 
     assert (judge_once(workspace, "hold"), scored) == (1, ["hold"])
     assert (judge_once(workspace, "promote"), scored) == (1, ["hold"])  # of an interrupted attempt
-    stricter = Workspace(load(CONFIG, TABLE | {"gate.level": 0.01}))
+    stricter = open_smoke(name="toy", gate__level=0.01)
     assert (judge_once(stricter, "hold"), scored) == (1, ["hold", "hold"])
     workspace.tracking.client.delete_registered_model("toy")
     register(workspace, 2)

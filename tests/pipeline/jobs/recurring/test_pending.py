@@ -18,6 +18,7 @@ from pipeline.jobs.training.provenance import RECORD, Record
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import RESULT
 from storage.layout.rewrite import rewrite_day
+from tests.homes import open_smoke, write_days
 
 SPLIT = {"hash": {"key": "user", "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01..2025-01-02"]}}
 
@@ -29,7 +30,7 @@ def january(day: int) -> datetime.date:
 @pytest.fixture
 def workspace(tmp_path, monkeypatch) -> Workspace:
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
-    return Workspace(load("configs/smoke.yaml", {"name": "mornings", "split": SPLIT}))
+    return open_smoke({"name": "mornings", "split": SPLIT})
 
 
 def write(workspace: Workspace, *days: int, rows: int = 5, still_open: bool = False) -> None:
@@ -40,12 +41,9 @@ def write(workspace: Workspace, *days: int, rows: int = 5, still_open: bool = Fa
     """
     dates = [january(day) for day in days for _ in range(rows)]
     table = pa.table({"day": pa.array(dates, pa.date32()), "user": list(range(len(dates)))})
-    written = {january(day): f"{day} of {rows}" for day in days}
     none = InputFiles(count=0, bytes=0, stamps=())
     note = {INGEST: DayNote(open=still_open, rows=none, outcomes=none, definition="").model_dump(mode="json")}
-    workspace.warehouse.replace_days(
-        "mornings", written, table.schema, table.to_batches(), table.num_rows, notes=dict.fromkeys(written, note)
-    )
+    write_days(workspace.warehouse, table, name="mornings", identity=f"{rows}", notes=dict.fromkeys(dates, note))
 
 
 def promote(workspace: Workspace, trained_to: int) -> None:

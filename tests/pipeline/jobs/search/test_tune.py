@@ -12,8 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.console import Console
 from pipeline.jobs.features.suggest import DraftJob
 from pipeline.jobs.search import tune as tuning
-
-CONFIG = "configs/smoke.yaml"
+from tests.homes import CONFIG
 
 
 class Search:

@@ -7,7 +7,6 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pipeline.config import load
 from pipeline.data.day_notes import INGEST, DayNote, InputFiles
 from pipeline.errors import ConfigError
 from pipeline.jobs.ingest.ingest import ingest
@@ -20,6 +19,7 @@ from pipeline.transforms.plan.plan import Plan
 from storage.errors import StorageError
 from storage.layout.rewrite import rewrite_day
 from storage.warehouse import Warehouse
+from tests.homes import open_smoke, rows_of, write_days
 
 SMALL = {"source.generator.rows_per_day": 100, "source.generator.days": 5}
 FIRST = tuple(datetime.date(2025, 1, day) for day in (6, 7, 8, 9))
@@ -33,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def open_(**keys: Any) -> Workspace:
-    return Workspace(load("configs/smoke.yaml", SMALL | {key.replace("__", "."): keys[key] for key in keys}))
+    return open_smoke(SMALL, **keys)
 
 
 def pin(**keys: Any) -> TrainingJob:
@@ -152,8 +152,7 @@ def test_a_damaged_plan_is_named(home: Path) -> None:
 
 
 def write_side(day: datetime.date, value: float) -> None:
-    rows = pa.table({"day": pa.array([day], pa.date32()), "cat_user": pa.array([1]), "score": [value]})
-    open_().warehouse.replace_days("side", {day: f"{value}"}, rows.schema, rows.to_batches(), 1)
+    write_days(open_().warehouse, rows_of(day, cat_user=[1], score=[value]), name="side", identity=f"{value}")
 
 
 def describe_joined_training() -> list[str]:
@@ -197,9 +196,7 @@ def test_chosen_rows_are_not_chosen_again(home: Path) -> None:
     warehouse = workspace.warehouse
     reader = warehouse.reader(snapshot := warehouse.current("smoke"), warehouse.schema(snapshot).names)
     table = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments([FIRST[0]])])
-    warehouse.replace_days(
-        "smoke", {FIRST[0]: "i"}, table.schema, table.to_batches(), table.num_rows, notes={FIRST[0]: note}
-    )
+    write_days(warehouse, table, name="smoke", notes={FIRST[0]: note})
     with pytest.raises(ConfigError, match="open"):
         resolve_dataset(workspace, None)
     chosen["train"] = chosen["train"].model_copy(update={"days": FIRST[:1]})

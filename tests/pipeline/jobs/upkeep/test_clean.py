@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from mlflow.exceptions import MlflowException
 
-from pipeline.config import load
 from pipeline.jobs.upkeep.clean import clean
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.cache.entries import RowColumn
 from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, list_moves, list_spared, move_alias, rollback
 from storage.reader import SnapshotRef
+from tests.homes import open_smoke, rows_of, write_days
 
 AT_ONCE = 1e-9
 """Days."""
@@ -33,7 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def open_(**keys: Any) -> Workspace:
-    return Workspace(load("configs/smoke.yaml", EVERYTHING | {key.replace("__", "."): keys[key] for key in keys}))
+    return open_smoke(EVERYTHING, **keys)
 
 
 def catalog(home: Path) -> dict[str, str]:
@@ -42,9 +41,8 @@ def catalog(home: Path) -> dict[str, str]:
 
 
 def write_day(workspace: Workspace, rows: int) -> SnapshotRef:
-    day = datetime.date(2025, 1, 6)
-    table = pa.table({"day": pa.array([day] * rows, pa.date32()), "user": list(range(rows))})
-    return workspace.warehouse.replace_days("smoke", {day: f"{rows}"}, table.schema, table.to_batches(), rows)
+    table = rows_of(datetime.date(2025, 1, 6), rows, user=list(range(rows)))
+    return write_days(workspace.warehouse, table, name="smoke", identity=f"{rows}")
 
 
 def train(workspace: Workspace, number: int, alias: str | None = None, model: str = "smoke") -> tuple[Path, str, str]:
@@ -207,11 +205,8 @@ def test_work_of_others_stays(home: Path) -> None:
     """A run that somebody made in the experiment by hand, and another team's table of features with our tag."""
     source = {"table": "stats", "on": "user"}
     workspace = open_(features__joined=[source])
-    day = datetime.date(2025, 1, 6)
-    table = pa.table({"day": pa.array([day], pa.date32()), "user": [1]})
-    kept = []
-    for number in range(2):
-        kept.append(workspace.warehouse.replace_days("stats", {day: f"{number}"}, table.schema, table.to_batches(), 1))
+    table = rows_of(datetime.date(2025, 1, 6), user=[1])
+    kept = [write_days(workspace.warehouse, table, name="stats", identity=f"{number}") for number in range(2)]
     train(workspace, 1)
     tag = f"train-{1:012}-{kept[0].snapshot_id}"
     workspace.warehouse.tag(kept[0], tag)

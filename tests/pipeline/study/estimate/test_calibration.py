@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from prefect.logging import disable_run_logger
 
-from pipeline.config import load
 from pipeline.errors import TrainingError
-from pipeline.jobs.workspace import Workspace
 from pipeline.study.estimate import calibration
 from pipeline.study.estimate.calibration import Calibration, Speed, calibrate
 from pipeline.study.estimate.calibration_points import draw_points
@@ -19,6 +17,7 @@ from pipeline.study.measure.machine import Machine
 from pipeline.study.measure.results import Load, Measurement, PointResult, Spread
 from pipeline.study.points.load import load_study
 from pipeline.study.points.points import StudyPoint
+from tests.homes import open_smoke
 
 CEILINGS = {"fp32_gflops": 100.0, "bf16_gflops": 200.0, "read_gb_per_second": 20.0, "random_gb_per_second": 10.0}
 MACHINE = Machine(cpu="test", cores=2, memory_bytes=1 << 34, threads=2, **CEILINGS)
@@ -73,7 +72,7 @@ def requested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 def made(count: int, again: bool = False, **settings: Any) -> Calibration:
     with disable_run_logger():
-        return calibrate(Workspace(load("configs/smoke.yaml", settings)), count, again)
+        return calibrate(open_smoke(settings), count, again)
 
 
 def test_a_machine_is_measured_once(requested: list[str]) -> None:
@@ -97,10 +96,10 @@ def test_a_calibration_by_other_code_logs_a_warning(
     monkeypatch.setattr(calibration, "read_commit", lambda: "before")
     monkeypatch.setattr(calibration, "MOST_BUSY", 1.0)
     made(12)
-    calibrate(Workspace(load("configs/smoke.yaml", {})), 12, False)
+    calibrate(open_smoke(), 12, False)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     monkeypatch.setattr(calibration, "read_commit", lambda: "after")
-    calibrate(Workspace(load("configs/smoke.yaml", {})), 12, False)
+    calibrate(open_smoke(), 12, False)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "the code is at after now, and its steps may take another time; force=true calibrates again"
     ]

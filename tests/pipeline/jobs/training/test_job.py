@@ -1,0 +1,94 @@
+"""A training whose config does not fit its table is refused before anything is written."""
+
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.jobs.ingest.ingest import ingest
+from pipeline.jobs.training.job import PLANS, resolve_job
+from tests.homes import open_smoke
+
+SMALL = {"source.generator.rows_per_day": 100}
+DAYS = tuple(datetime.date(2025, 1, day) for day in (6, 7, 8, 9))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Four small days."""
+    folder = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DLRM_HOME", str(folder))
+        ingest(open_smoke(SMALL), DAYS)
+        yield folder
+
+
+def refusal(overrides: dict[str, Any], snapshot_id: int | None = None) -> str:
+    with pytest.raises((ConfigError, EmptyDatasetError)) as error:
+        resolve_job(open_smoke(SMALL | overrides), snapshot_id, force=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ({"split.days.test": ["2030-01-01"]}, "split.days.test '2030-01-01': expected days of the table, 2025-01-06 to 2025-01-09, got no such day. Ingest the day, or name another."),
+        ({"filter": "num_price < -5"}, "split, part 'train': expected at least one row, got none. Change split or filter."),
+        ({"filter": "event_time < '2025-01-09T00:00:00'"}, "split, part 'test': expected at least one row, got none. Change split or filter."),
+        ({"filter": "nothing = 1"}, "filter 'nothing = 1': expected columns of the table, got 'nothing'. Closest: num_position, event_time, num_scroll_depth, list_interests, num_tenure_days, cat_item, num_price, num_item_age_hours. Correct the name."),
+        ({"features.dense": [{"columns": ["num_prise"]}]}, "features.dense column 'num_prise' at snapshot SNAPSHOT of table 'smoke': expected a column of the table, got none of that name. Closest: num_price. Correct the name."),
+        ({"evaluation.slices": ["contry"]}, "evaluation 'contry': expected a column of the table, got none of that name. Correct the name."),
+        ({"gate.resample_by": "contry"}, "gate.resample_by 'contry': expected a column of the table, got none of that name. Correct the name."),
+        ({"gate.resample_by": "list_interests"}, "gate.resample_by 'list_interests': expected one value a row, got large_list<element: int64>. Name another."),
+        ({"registration.defaults": {"num_prise": 1}}, "registration.defaults 'num_prise': expected a column that the features read, got none of that name. Closest: num_price. Correct the name."),
+        ({"registration.defaults": {"list_interests": 1}}, "registration.defaults 'list_interests': expected list<long>, got 1. Correct the value."),
+        ({"preprocessing.session_column": "sesion"}, "preprocessing.session_column 'sesion': expected a column of the table, got none of that name. Correct the name."),
+        ({"preprocessing.session_column": "num_price"}, "preprocessing.session_column 'num_price': expected integers or text, got double. Name another."),
+    ],
+)  # fmt: skip
+def test_a_config_that_does_not_fit_the_table_is_refused(home: Path, overrides: dict[str, Any], sentence: str) -> None:
+    snapshot = open_smoke().warehouse.current("smoke").snapshot_id
+    assert refusal(overrides) == sentence.replace("SNAPSHOT", f"{snapshot}")
+    assert not (home / "runs").exists()
+    assert not (home / PLANS).exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"session_column": "list_interests"}, "preprocessing.session_column 'list_interests': expected integers or text, got "),
+        ({"session_column": "session_id", "deduplicate": ["lst_*"]}, "preprocessing.deduplicate 'lst_*': expected a sparse feature, got none of that name. Closest: "),
+    ],
+)  # fmt: skip
+def test_sessions_are_of_columns_that_hold_some(home: Path, keys: dict[str, Any], sentence: str) -> None:
+    assert refusal({f"preprocessing.{key}": value for key, value in keys.items()}).startswith(sentence)
+
+
+@pytest.mark.parametrize("key", ["name", "table"])
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "a\n", "a.b"])
+def test_names_of_features_that_become_paths_are_refused(home: Path, key: str, name: str) -> None:
+    said = refusal({f"features.sparse.0.{key}": name})
+    assert "letters" in said or "name" in said
+    assert not (home / "runs").exists()
+
+
+def test_a_snapshot_that_is_gone_is_named(home: Path) -> None:
+    assert refusal({}, 7) == (
+        "snapshot 7 of table 'smoke': expected a snapshot of the table, got none of that id. It may have expired. "
+        "Use the current snapshot."
+    )
+
+
+def test_an_emptied_day_is_no_day_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    ingest(open_smoke(SMALL), DAYS)
+    warehouse = open_smoke().warehouse
+    warehouse.replace_days("smoke", {DAYS[3]: "gone"}, warehouse.schema(warehouse.current("smoke")), [], 0)
+    assert refusal({}) == (
+        "split.days.test '2025-01-09': expected days of the table, 2025-01-06 to 2025-01-08, got no such day. "
+        "Ingest the day, or name another."
+    )
+    assert not (tmp_path / "runs").exists()
