@@ -189,7 +189,7 @@ def resolve(
 
 
 def unknown_column(where: str, name: str, known: Sequence[str], what: str = "a column of the table") -> ColumnError:
-    """The complaint about a column that is not there; names the closest ones."""
+    """Returns the error about a missing column, which names the closest ones."""
     return ColumnError(
         f"{where} '{name}'", what, "none of that name", f"Closest: {closest_names(name, known)}. Correct the name."
     )
