@@ -13,8 +13,8 @@ from pipeline.extraction.config import LabelColumns
 from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
-from pipeline.extraction.intake import held_back_name
 from pipeline.extraction.opening import SourceContext, generate_logs
+from pipeline.extraction.profiling import held_back_name
 from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.console import step
 from pipeline.jobs.ingest.checks import show_checks, summarize_checks

@@ -14,7 +14,7 @@ from pipeline.extraction.days import SourceDay
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 
-Loss = tuple[str, str, str | None]
+DataLoss = tuple[str, str, str | None]
 """What was expected, what was found, and the column, or None if the loss is not of a column."""
 NAMED = 3
 """Most missing files that are named."""
@@ -66,12 +66,12 @@ def find_losses(
     day: SourceDay,
     stored: StoredDay,
     new: Columns | None,
-    refillable: Collection[str],
+    fillable: Collection[str],
     config: ChecksConfig,
     label: str | None,
     generated: bool,
     there: tuple[Collection[str], Collection[str]],
-) -> Iterator[Loss]:
+) -> Iterator[DataLoss]:
     """Yields what a day would lose.
 
     Quarantined rows do not count as a loss, because the quarantine table has them and their share is limited. If the
@@ -79,11 +79,11 @@ def find_losses(
 
     Args:
         new: Statistics of the rows to write. None: they were not measured.
-        refillable: Columns that can be backfilled again.
+        fillable: Columns that can be backfilled again.
         generated: Whether the logs are generated. They lose nothing, because the config decides their content.
         there: Names of all files of the source, and of its outcome log. Under another config a day may need fewer.
     """
-    for name in sorted(stored.backfilled.difference(refillable)):
+    for name in sorted(stored.backfilled.difference(fillable)):
         yield "backfilled values, as in the table", "no feature source for them in features.joined", name
     if generated:
         return
@@ -115,7 +115,7 @@ def find_losses(
             yield f"values in {share:.1%} of the rows, as in the table", f"{got:.1%}", name
 
 
-def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[Loss]:
+def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[DataLoss]:
     if now.count < before.count:
         gone = before.names_missing_in(now)
         yield (
@@ -125,7 +125,7 @@ def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[Loss
         )
 
 
-def _gone_files(kind: str, before: InputFiles, there: Collection[str]) -> Iterator[Loss]:
+def _gone_files(kind: str, before: InputFiles, there: Collection[str]) -> Iterator[DataLoss]:
     gone = [name for name, _, _ in before.stamps if name not in there]
     if gone:
         yield f"the {kind}files that the table got the day from", f"a source without {_list(gone)}", None

@@ -5,14 +5,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.extraction.data_loss import StoredDay
 from pipeline.extraction.enrich import EnrichResult, enrich, fillable_columns
-from pipeline.extraction.losses import StoredDay
 from pipeline.transforms.joins import AnySource, FeatureJoin
 from storage.warehouse import Warehouse
 
 
 @dataclass(frozen=True)
-class Refill:
+class MaterializationPlan:
     """Columns that feature sources have for the days of an ingest."""
 
     columns: Mapping[AnySource, Mapping[datetime.date, set[str]]]
@@ -28,13 +28,13 @@ def name_of(source: AnySource) -> str:
     return source.name if isinstance(source, FeatureJoin) else f"{source.place} {', '.join(source.added_names())}"
 
 
-def plan_refill(
+def plan_materialization(
     joined: Sequence[AnySource],
     warehouse: Warehouse,
     root: Path,
     backfilled: Mapping[datetime.date, Collection[str]],
     warn: Callable[[str], None],
-) -> Refill:
+) -> MaterializationPlan:
     """Finds the columns to backfill: stored columns, and columns that a day would lose.
 
     Args:
@@ -45,11 +45,11 @@ def plan_refill(
     wanted = [source for source in joined if source.stored or any(source.may_add(name) for name in there)]
     found = fillable_columns(wanted, warehouse, root, backfilled, warn)
     added = {one: {name for names in days.values() for name in names} for one, days in found.items()}
-    return Refill({one: days for one, days in found.items() if one.stored or there & added[one]})
+    return MaterializationPlan({one: days for one, days in found.items() if one.stored or there & added[one]})
 
 
-def refill_days(
-    refill: Refill,
+def materialize_days(
+    plan: MaterializationPlan,
     warehouse: Warehouse,
     table: str,
     root: Path,
@@ -64,10 +64,10 @@ def refill_days(
     Args:
         unchanged: Days that the ingest did not write.
     """
-    days = {day for day in written if refill.columns_of(day)}
+    days = {day for day in written if plan.columns_of(day)}
     for day, stored in unchanged.items():
-        if stored.note is not None and refill.columns_of(day, stored.note.refill).difference(stored.backfilled):
+        if stored.note is not None and plan.columns_of(day, stored.note.refill).difference(stored.backfilled):
             days.add(day)
     if not days:
         return None
-    return enrich(list(refill.columns), warehouse, table, root, report=report, only=days)
+    return enrich(list(plan.columns), warehouse, table, root, report=report, only=days)
