@@ -25,8 +25,8 @@ from pipeline.evaluation.gate import Verdict, compare, judge_first
 from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.console import Progress, one_line, step
-from pipeline.jobs.evaluation.portion import Comparison, read_outcomes
-from pipeline.jobs.evaluation.portions import evaluate_portions
+from pipeline.jobs.evaluation.parallel import evaluate_portions
+from pipeline.jobs.evaluation.scorers import Comparison, read_outcomes
 from pipeline.jobs.evaluation.trained import AS_DECLARED, TrainedColumns, read_as_trained
 from pipeline.jobs.training.job import TrainingJob
 from pipeline.jobs.training.provenance import find_record, trained_sources
