@@ -101,22 +101,27 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
     noted = newest_noted_day(workspace)
     events = ingest_event_tables(workspace, force and day is None)
     result = ingest(workspace, () if day is None else (day,), force)
-    account = _account(workspace, workspace.config.name, result, workspace.config.source.table)
-    written = any(one["status"] == "ok" for one in [account, *events.values()])
-    account["recomputed"] = recompute_features(workspace, noted, result.days_written) if written else None
-    return account | ({"events": events, "status": "ok" if written else "skipped"} if events else {})
+    if result.backfilled is not None:
+        declare_columns(workspace, result.backfilled.columns)
+    log_ingest(workspace, workspace.config.name, result, workspace.config.source.table)
+    summary = summarize_ingest(workspace, workspace.config.name, result)
+    written = any(one["status"] == "ok" for one in [summary, *events.values()])
+    summary["recomputed"] = recompute_features(workspace, noted, result.days_written) if written else None
+    return summary | ({"events": events, "status": "ok" if written else "skipped"} if events else {})
 
 
 def ingest_event_tables(workspace: Workspace, force: bool) -> dict[str, Any]:
     """Writes new and changed days of all event tables. Returns table -> what was done, as `ingest_days`."""
-    return {
-        table: _account(workspace, table, ingest_events(workspace, table, force), None)
-        for table in workspace.config.events
-    }
+    found = {}
+    for table in workspace.config.events:
+        result = ingest_events(workspace, table, force)
+        log_ingest(workspace, table, result, None)
+        found[table] = summarize_ingest(workspace, table, result)
+    return found
 
 
-def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str | None) -> dict[str, Any]:
-    """Says what an ingest did, and returns it.
+def log_ingest(workspace: Workspace, name: str, result: IngestResult, foreign: str | None) -> None:
+    """Logs what an ingest did.
 
     Args:
         name: The table.
@@ -167,12 +172,15 @@ def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str
             result.days_open[0],
         )
     if result.backfilled is not None:
-        declare_columns(workspace, result.backfilled.columns)
         log.info("backfilled: %s, %s days", ", ".join(result.backfilled.columns), len(result.backfilled.days_written))
     for path, stale in result.stale_lookups.items():
         log.info("%s days keep the values of an earlier '%s'. Set refresh=past_days to write them again", stale, path)
     for reason, rows in result.quarantined.items():
         log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
+
+
+def summarize_ingest(workspace: Workspace, name: str, result: IngestResult) -> dict[str, Any]:
+    """Returns what an ingest did with the days of a table, as the command prints it."""
     done = [*result.days_written, *result.days_checked, *result.days_expired]
     seen = (result.days_written, result.days_checked, result.days_skipped, result.days_held, result.days_changed)
     touched = sorted({day for days in seen for day in days})
