@@ -234,7 +234,7 @@ def require_one_config(ingested: Mapping[str, Any]) -> None:
 def enrich_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool
 ) -> dict[str, Any]:
-    """Backfills columns of feature sources and stored logs, and declares new ones as beta in the catalogue."""
+    """Backfills columns of feature sources and stored logs, and declares new ones as beta in the catalog."""
     result = enrich(workspace, start, end, force)
     declare_columns(workspace, result.columns)
     log = workspace.console.log
@@ -260,7 +260,7 @@ def enrich_days(
 
 @step("declare")
 def declare_columns(workspace: Workspace, columns: Sequence[str]) -> None:
-    """Declares columns that the catalogue lacks as beta. Safe to repeat: earlier declarations stay."""
+    """Declares columns that the catalog lacks as beta. Safe to repeat: earlier declarations stay."""
     warehouse, name = workspace.warehouse, workspace.config.name
     now, known = datetime.datetime.now(datetime.UTC), newest_events(read_events(warehouse, name))
     for column in columns:
