@@ -1,4 +1,4 @@
-"""The feature catalog of a table's features, built from the warehouse, the ingest's profile and MLflow."""
+"""The feature catalog of a table, built from the warehouse, the ingest's profile and MLflow."""
 
 import datetime
 import getpass
