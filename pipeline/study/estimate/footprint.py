@@ -199,7 +199,7 @@ def count_step_load(
 
 
 def estimate_service_bytes(workspace: Workspace, load: Load) -> int:
-    """Estimates the bytes of rows and batches between storage and ranks: two shuffle blocks, up to the config's limit."""
+    """Estimates the bytes of rows and batches between storage and ranks: two shuffle blocks, at most the limit."""
     preprocessing = workspace.config.preprocessing
     ahead = 2 * max(preprocessing.shuffle_window_rows, preprocessing.most_workers * preprocessing.split_rows)
     return min(preprocessing.memory, round(2 * ahead * load.sample_bytes))
