@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.day_notes import DayNote, InputFiles, backfilled_columns, day_notes
+from pipeline.data.day_notes import DayNote, InputFiles, day_notes, materialized_columns
 from pipeline.data.profile import profile_name, profiles
 from pipeline.extraction.checks import Columns
 from pipeline.extraction.config import ChecksConfig
@@ -29,8 +29,8 @@ class StoredDay:
     """None: another engine wrote the day."""
     columns: Columns
     """Stored statistics of these rows. Empty if there are none."""
-    backfilled: frozenset[str]
-    """Columns that a backfill has written."""
+    materialized: frozenset[str]
+    """Columns that a materialization has written."""
 
 
 def read_stored_days(
@@ -41,13 +41,13 @@ def read_stored_days(
         return {}
     snapshot = warehouse.current(table)
     rows = warehouse.day_rows(snapshot)
-    notes, backfilled = day_notes(warehouse, snapshot), backfilled_columns(warehouse, snapshot)
+    notes, materialized = day_notes(warehouse, snapshot), materialized_columns(warehouse, snapshot)
     return {
         day: StoredDay(
             rows=rows[day],
             note=notes.get(day),
             columns={},
-            backfilled=frozenset(backfilled.get(day, ())),
+            materialized=frozenset(materialized.get(day, ())),
         )
         for day in days
         if rows.get(day)
@@ -79,12 +79,12 @@ def find_losses(
 
     Args:
         new: Statistics of the rows to write. None: they were not measured.
-        fillable: Columns that can be backfilled again.
+        fillable: Columns that can be materialized again.
         generated: Whether the logs are generated. They lose nothing, because the config decides their content.
         there: Names of all files of the source, and of its outcome log. Under another config a day may need fewer.
     """
-    for name in sorted(stored.backfilled.difference(fillable)):
-        yield "backfilled values, as in the table", "no feature source for them in features.joined", name
+    for name in sorted(stored.materialized.difference(fillable)):
+        yield "materialized values, as in the table", "no feature source for them in features.joined", name
     if generated:
         return
     if stored.note is not None and stored.note.definition not in ("", day.note.definition):

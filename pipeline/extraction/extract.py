@@ -71,7 +71,7 @@ class IngestResult(BaseModel, frozen=True):
     """Days of the table whose rows and labels are as an earlier config says."""
     days_open: tuple[datetime.date, ...] = ()
     """Requested days that are open: labels may still change."""
-    backfilled: EnrichResult | None = None
+    materialized: EnrichResult | None = None
     """The columns of feature sources that were written into the days."""
     days_expired: tuple[datetime.date, ...] = ()
     """Days of an event table that `keep_days` no longer keeps. They have been removed."""
@@ -179,9 +179,9 @@ def extract(
         _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
         _write_days(ingest, passed, profiled)
         expired = _expire_days(context, plan.first)
-        backfilled = _materialize_days(ingest, plan, passed)
+        materialized = _materialize_days(ingest, plan, passed)
         result = _result(ingest, plan, passed, broken, checked)
-        return result.model_copy(update={"backfilled": backfilled, "days_expired": tuple(expired)})
+        return result.model_copy(update={"materialized": materialized, "days_expired": tuple(expired)})
 
 
 def _plan_days(ingest: _Ingest) -> _Plan:
@@ -200,9 +200,9 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     same = {} if ingest.force else theirs
     changed = [day.day for day in wanted if day.identity == same.get(day.day)]
     table = read_stored_days(context.warehouse, context.table, [day.day for day in wanted])
-    backfilled = {day.day: table[day.day].backfilled if day.day in table else () for day in wanted}
+    materialized = {day.day: table[day.day].materialized if day.day in table else () for day in wanted}
     joined = context.schema.sources if isinstance(context.schema, FeatureSchema) else ()
-    materialization = plan_materialization(joined, context.warehouse, context.root, backfilled, ingest.warn)
+    materialization = plan_materialization(joined, context.warehouse, context.root, materialized, ingest.warn)
     rules = ingest.config.checks.model_dump(mode="json")
     fillable = {day.day: sorted(materialization.columns_of(day.day)) for day in wanted}
     held_identities = {day.day: fingerprint([day.identity, rules, fillable[day.day]])[:16] for day in wanted}

@@ -114,7 +114,7 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
 
     @property
     def sources(self) -> tuple[AnySource, ...]:
-        """All sources of columns that the table lacks, or has from a backfill."""
+        """All sources of columns that the table lacks, or has from a materialization."""
         return (*self.joined, *self.logs)
 
     @property

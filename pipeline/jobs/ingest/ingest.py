@@ -101,8 +101,8 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
     noted = newest_noted_day(workspace)
     events = ingest_event_tables(workspace, force and day is None)
     result = ingest(workspace, () if day is None else (day,), force)
-    if result.backfilled is not None:
-        declare_columns(workspace, result.backfilled.columns)
+    if result.materialized is not None:
+        declare_columns(workspace, result.materialized.columns)
     log_ingest(workspace, workspace.config.name, result, workspace.config.source.table)
     summary = summarize_ingest(workspace, workspace.config.name, result)
     written = any(one["status"] == "ok" for one in [summary, *events.values()])
@@ -171,8 +171,10 @@ def log_ingest(workspace: Workspace, name: str, result: IngestResult, foreign: s
             len(result.days_open),
             result.days_open[0],
         )
-    if result.backfilled is not None:
-        log.info("backfilled: %s, %s days", ", ".join(result.backfilled.columns), len(result.backfilled.days_written))
+    if result.materialized is not None:
+        log.info(
+            "materialized: %s, %s days", ", ".join(result.materialized.columns), len(result.materialized.days_written)
+        )
     for path, stale in result.stale_lookups.items():
         log.info("%s days keep the values of an earlier '%s'. Set refresh=past_days to write them again", stale, path)
     for reason, rows in result.quarantined.items():
@@ -196,7 +198,7 @@ def summarize_ingest(workspace: Workspace, name: str, result: IngestResult) -> d
         "days_expired": len(result.days_expired),
         "days_checked": len(result.days_checked),
         "held": [f"{day}" for day in result.days_held],
-        "days_backfilled": 0 if result.backfilled is None else len(result.backfilled.days_written),
+        "days_materialized": 0 if result.materialized is None else len(result.materialized.days_written),
         "days_outdated": [f"{day}" for day in result.days_outdated],
         "days_open": [f"{day}" for day in result.days_open],
         "first_day": str(touched[0]) if touched else None,
@@ -234,7 +236,7 @@ def require_one_config(ingested: Mapping[str, Any]) -> None:
 def enrich_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool
 ) -> dict[str, Any]:
-    """Backfills columns of feature sources and stored logs, and declares new ones as beta in the catalog."""
+    """Materializes columns of feature sources and stored logs, and declares new ones as beta in the catalog."""
     result = enrich(workspace, start, end, force)
     declare_columns(workspace, result.columns)
     log = workspace.console.log
@@ -265,5 +267,5 @@ def declare_columns(workspace: Workspace, columns: Sequence[str]) -> None:
     now, known = datetime.datetime.now(datetime.UTC), newest_events(read_events(warehouse, name))
     for column in columns:
         if column not in known:
-            event = Event(at=now, feature=column, state="beta", by="flows.enrich", reason="backfilled")
+            event = Event(at=now, feature=column, state="beta", by="flows.enrich", reason="materialized")
             append_event(warehouse, name, event)

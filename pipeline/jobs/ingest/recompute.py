@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.config.files import ROOT
-from pipeline.data.day_notes import backfilled_columns, day_notes
+from pipeline.data.day_notes import day_notes, materialized_columns
 from pipeline.data.joined.source import FeatureSource, PinnedSource, pin_sources
 from pipeline.data.joined.states import note_state, restore_state
 from pipeline.jobs.console import step
@@ -111,7 +111,7 @@ def _plan_comparison(workspace: Workspace, rows: SnapshotRef, noted: NotedDay, r
     """Finds the features whose source has changed since a day was written, and how to read them as they were."""
     warehouse, config = workspace.warehouse, workspace.config
     plan = build_plan(config.features, workspace.columns(rows, config.features.named_columns()))
-    backfilled = set() if rewritten else backfilled_columns(warehouse, rows).get(noted.day, set())
+    materialized = set() if rewritten else materialized_columns(warehouse, rows).get(noted.day, set())
     found = _Comparison([], [], {}, [])
     for source in config.features.sources:
         if source.name not in noted.states:
@@ -120,7 +120,7 @@ def _plan_comparison(workspace: Workspace, rows: SnapshotRef, noted: NotedDay, r
         columns = [name for name in FeatureSource(now, warehouse).schema.names if name in plan.columns]
         if not columns or noted.states[source.name] == note_state(now):
             continue
-        in_rows = [name for name in columns if source.stored and name in backfilled]
+        in_rows = [name for name in columns if source.stored and name in materialized]
         then = None if in_rows else restore_state(now, noted.states[source.name], warehouse)
         if then is not None:
             found.then.append(_add_prefix(then, THEN))
