@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 NEEDS_RAY = [
-    "pipeline/jobs/evaluation/ray_portions.py",
+    "pipeline/jobs/evaluation/ray_parallel.py",
     "pipeline/preprocessing/ray_executor.py",
     "pipeline/training/launch/ray_group.py",
 ]

@@ -2,7 +2,7 @@
 
 A contestant turns a table into units of work, which are the timed calls. It opens files and plans before that.
 Decoders stop at Arrow columns. Workers end in the same arrays, those of `Whole`. Only the hashes differ: Polars and
-DuckDB use their own, which cost no more. `ours_batched` also shuffles the rows of each window and cuts them into
+DuckDB use their own, which cost no more. `ours_batched` also shuffles the rows of each block and cuts them into
 batches, which no other contestant does.
 """
 
@@ -127,7 +127,7 @@ def _by_column(arrays: Arrays, features: int) -> Whole:
 
 
 def ours_batched(table: WideTable) -> list[Unit]:
-    """All the work of our worker: the rows of a window's splits, then its shuffled batches."""
+    """All the work of our worker: the rows of a shuffle block's splits, then its shuffled batches."""
     worker, slabs = Worker(table.spec, table.warehouse), (Slabs(), Slabs())
     fragments = worker.fragments()
     windows = [fragments[i : i + WINDOW_SPLITS] for i in range(0, len(fragments), WINDOW_SPLITS)]
@@ -143,13 +143,13 @@ def _ours_batched(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequence[F
 
 
 def shuffled_batches(worker: Worker, slabs: tuple[Slabs, Slabs], window: Sequence[Fragment]) -> Iterator[Arrays]:
-    """Yields the global batches of a window, as many at a time as the preprocessing service requests.
+    """Yields the global batches of a shuffle block, as many at a time as the preprocessing service requests.
 
     Args:
         slabs: Memory for rows and for batches.
     """
     splits = [_rows(worker, slabs[0], Split(fragments=(fragment,))) for fragment in window]
-    worker.orders.clear()  # every window gets its own order
+    worker.orders.clear()  # every block gets its own order
     total, numbers = sum(rows for _, rows in splits), tuple(range(len(splits)))
     cuts = [
         BlockSlice(number=0, splits=numbers, start=start, stop=min(start + BATCH_ROWS, total))

@@ -40,7 +40,7 @@ from storage.reader import Fragment
 
 WORKERS = (1, 8, 64, 512)
 SPLIT_ROWS, WINDOW_ROWS, BATCH_ROWS = 65_536, 262_144, 4_096
-"""Rows of a split, which is one row group, of a shuffle window and of a global batch."""
+"""Rows of a split, which is one row group, of a shuffle block and of a global batch."""
 GROUPS_OF_FILE = 16
 """Row groups of a file."""
 ROW_BYTES = 1_000

@@ -4,7 +4,7 @@
 
 `decode_ratio` is the time of `ours` over the fastest decode. `ours` reads, decodes, filters, truncates, hashes,
 normalises and writes to shared memory. `batched_ratio` is the time of `ours_batched` over the fastest decode.
-`ours_batched` also shuffles rows over windows of 262,144 and cuts batches of 4,096, which is all the work of a worker.
+`ours_batched` also shuffles rows in blocks of 262,144 and cuts batches of 4,096, which is all the work of a worker.
 `two_workers_speedup` is the time of an epoch through the whole service with one worker over the time with two.
 
 Every pass runs in its own process on one core, with libraries limited to one thread. Passes of our worker have the

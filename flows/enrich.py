@@ -1,4 +1,4 @@
-"""Flow: backfills columns of feature sources into days that the warehouse already has."""
+"""Flow: materializes columns of feature sources into days that the warehouse already has."""
 
 if __name__ == "__main__":  # before the imports: the command starts servers that load at the same time
     from flows.runtime.front import command
@@ -22,10 +22,10 @@ def enrich(
     end: datetime.date | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Backfills the columns of `features.joined`, and of stored histories and windows, into days of the table.
+    """Materializes the columns of `features.joined`, and of stored histories and windows, into days of the table.
 
-    Commits each day by itself, so the same command resumes an interrupted backfill. Earlier trainings still read the
-    old files. After a day is ingested again, backfill it again.
+    Commits each day by itself, so the same command resumes what was interrupted. Earlier trainings still read the old
+    files. After a day is ingested again, materialize it again.
 
     Args:
         config: The run's config, or the path of its YAML file.

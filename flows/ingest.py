@@ -23,7 +23,7 @@ def ingest(
 ) -> dict[str, Any]:
     """Writes the source's rows into days of the warehouse table. Each day is replaced as a whole.
 
-    Holds a day back if it would lose files, rows, labels, columns or backfilled features that the table has.
+    Holds a day back if it would lose files, rows, labels, columns or materialized features that the table has.
 
     Args:
         config: The run's config, or the path of its YAML file.

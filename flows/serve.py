@@ -15,8 +15,8 @@ from flows.runtime.environment import quiet_libraries
 from flows.runtime.front import run_main
 from flows.runtime.redaction import remember
 from pipeline.config import load
-from pipeline.config.complaints import explain
 from pipeline.config.files import home_path
+from pipeline.config.validation_messages import explain
 from pipeline.errors import ConfigError
 from pipeline.serving.config import ServingConfig
 

@@ -36,7 +36,6 @@ from storage.snapshot.files import (
     snapshot_at,
 )
 from storage.snapshot.files import SnapshotRef as SnapshotRef
-from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
 from storage.snapshot.maps import MapEntries, add_keys, find_keys
 from storage.snapshot.parquet import (
     READ_OPTIONS,
@@ -47,6 +46,7 @@ from storage.snapshot.parquet import (
     read_metadata,
     reading,
 )
+from storage.snapshot.row_exclusions import FileRows, ReadCache, RowExclusions
 from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, find_rows, make_mask
 from storage.snapshot.row_groups import FileColumn, GroupFilter
 
@@ -133,7 +133,7 @@ class SnapshotReader:
         self.read_sizes: Counter[str] = Counter()
         self._gap_bytes = Layout.gap_of(table.properties)
         self._cache = cache or ReadCache()
-        self._left_out = LeftOut(table, rule_of(table, reference), self._cache)
+        self._exclusions = RowExclusions(table, rule_of(table, reference), self._cache)
         self._stored = StoredColumns(table, reference.table)
         self._ids = {name: self.schema.find_field(name).field_id for name in needed}
         self._types = {name: arrow.field(name).type for name in needed}
@@ -165,7 +165,7 @@ class SnapshotReader:
                 stored = self.stored_columns(footer.schema.to_arrow_schema(), path)
                 self._refuse_constants(path, one.constants - stored.keys())
             starts = _row_group_starts(footer)
-            gone = self._left_out.positions(one.rows)
+            gone = self._exclusions.positions(one.rows)
             if len(gone) and not 0 <= gone[0] <= gone[-1] < rows:
                 raise self._corrupt(path, f"{rows} rows and deletes of rows {gone[0]} to {gone[-1]}")
             left = np.diff(starts) - np.diff(np.searchsorted(gone, starts))
@@ -280,7 +280,7 @@ class SnapshotReader:
         # keys alone are spread over row groups: a read of their own would hardly ever save another
         fetched = (needed, missing) if self._compared else ([*needed, *missing], [])
         others = self._parts(source, fragment, missing, fetched[1]) if missing else None
-        gone = self._left_out.positions(fragment.of_file)
+        gone = self._exclusions.positions(fragment.of_file)
         first, end = _row_group_starts(source.file.metadata)[fragment.row_group : fragment.row_group + 2].tolist()
         rows, passed, behind, empty = 0, 0, 0, True
         for part in self._parts(source, fragment, needed, fetched[0]):

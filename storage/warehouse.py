@@ -37,7 +37,7 @@ from storage.objects import add_variables, send_lengths
 from storage.reader import DAY, SnapshotReader, SnapshotRef
 from storage.snapshot.catalog import ParsedOnceCatalog
 from storage.snapshot.commit import CachedTransaction, ReplacedDays
-from storage.snapshot.dating import days_filter
+from storage.snapshot.day_rule import days_filter
 from storage.snapshot.days import (
     CONTENTS,
     IDENTITIES,
@@ -50,8 +50,8 @@ from storage.snapshot.days import (
 )
 from storage.snapshot.files import DayFile, data_files, day_of, refuse_format, rule_of, schema_at, snapshot_at
 from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot
-from storage.snapshot.left_out import LeftOut, ReadCache
 from storage.snapshot.maps import add_keys
+from storage.snapshot.row_exclusions import ReadCache, RowExclusions
 from storage.writer import TIMES, DataFileWriter, collect_chunks
 
 _ERRNO = re.compile(r"\[Errno \d+\] ([\w ]+)")
@@ -332,9 +332,9 @@ class Warehouse:
         return overwrite
 
     def _assert_rows(self, reference: SnapshotRef, days: Sequence[datetime.date], rows: int) -> None:
-        left_out = self._left_out(reference)
-        found = data_files(left_out.table, reference, days, cache=self._cache)
-        stored = sum(left_out.estimate_left(one.rows, one.file.record_count) for one in found)
+        exclusions = self._exclusions(reference)
+        found = data_files(exclusions.table, reference, days, cache=self._cache)
+        stored = sum(exclusions.estimate_left(one.rows, one.file.record_count) for one in found)
         if stored != rows:
             raise StorageError(
                 f"table '{reference.table}'", f"{rows} rows in {len(days)} days after the commit", f"{stored}",
@@ -487,9 +487,9 @@ class Warehouse:
         It reads metadata, and the lists of deleted rows where another engine has deleted some. A damaged list deletes
         nothing here, so that it blocks no other day. Reading its day raises.
         """
-        left_out = self._left_out(reference)
+        exclusions = self._exclusions(reference)
         return {
-            day: sum(left_out.estimate_left(one.rows, one.file.record_count) for one in files)
+            day: sum(exclusions.estimate_left(one.rows, one.file.record_count) for one in files)
             for day, files in self._files(reference).items()
         }
 
@@ -499,15 +499,15 @@ class Warehouse:
         Raises:
             StorageError: If they cannot be read, because a file has another format.
         """
-        left_out, files = self._left_out(reference), self._files(reference)
+        exclusions, files = self._exclusions(reference), self._files(reference)
         found = [one for day in days for one in files[day]]
         for one in found:
-            refuse_format(left_out.table, one.file)
-        return sum(left_out.count_left(one.rows, one.file.record_count) for one in found)
+            refuse_format(exclusions.table, one.file)
+        return sum(exclusions.count_left(one.rows, one.file.record_count) for one in found)
 
-    def _left_out(self, reference: SnapshotRef) -> LeftOut:
+    def _exclusions(self, reference: SnapshotRef) -> RowExclusions:
         table = self.table(reference.table)
-        return LeftOut(table, rule_of(table, reference), self._cache)
+        return RowExclusions(table, rule_of(table, reference), self._cache)
 
     def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Returns day -> a hash that identifies its rows, whatever files and order they are in.
@@ -555,14 +555,14 @@ class Warehouse:
 
     def _files(self, reference: SnapshotRef) -> dict[datetime.date, list[DayFile]]:
         """Returns the data files of each day that has a row left."""
-        left_out, files = self._left_out(reference), dict[datetime.date, list[DayFile]]()
-        for found in data_files(left_out.table, reference, cache=self._cache):
+        exclusions, files = self._exclusions(reference), dict[datetime.date, list[DayFile]]()
+        for found in data_files(exclusions.table, reference, cache=self._cache):
             files.setdefault(found.rows.day, []).append(found)
         return {
             day: found
             for day, found in sorted(files.items())
             if any(
-                not (one.rows.deletes or one.rows.values) or left_out.estimate_left(one.rows, one.file.record_count)
+                not (one.rows.deletes or one.rows.values) or exclusions.estimate_left(one.rows, one.file.record_count)
                 for one in found
             )
         }

@@ -1,7 +1,7 @@
-"""A REST catalogue on loopback, for tests: `python -m tests.rest PORT FOLDER`.
+"""A REST catalog on loopback, for tests: `python -m tests.rest PORT FOLDER`.
 
-It speaks the protocol over HTTP and keeps its tables in pyiceberg's SQL catalogue. Clients see what a server of the
-Iceberg project would send them: metadata, conflicts as 409, and no part of the SQL catalogue's code.
+It speaks the protocol over HTTP and keeps its tables in pyiceberg's SQL catalog. Clients see what a server of the
+Iceberg project would send them: metadata, conflicts as 409, and no part of the SQL catalog's code.
 """
 
 import subprocess
@@ -34,7 +34,7 @@ CODES: dict[type[Exception], int] = {
     NoSuchTableError: 404, NoSuchNamespaceError: 404, CommitFailedException: 409, TableAlreadyExistsError: 409,
     NamespaceAlreadyExistsError: 409,
 }  # fmt: skip
-TOKEN = "token-of-the-catalogue"
+TOKEN = "token-of-the-catalog"
 
 
 def _json(content: Any) -> Response:
@@ -48,7 +48,7 @@ def _table(table: Table) -> Response:
 
 
 def make_app(catalog: SqlCatalog) -> fastapi.FastAPI:
-    """Serves a catalogue."""
+    """Serves a catalog."""
     app = fastapi.FastAPI()
 
     @app.middleware("http")
@@ -125,7 +125,7 @@ def make_app(catalog: SqlCatalog) -> fastapi.FastAPI:
 
 @contextmanager
 def serving_catalog(folder: Path) -> Iterator[dict[str, str]]:
-    """Runs a server in a process of its own. Yields the catalogue's properties."""
+    """Runs a server in a process of its own. Yields the catalog's properties."""
     port = free_port()
     with (folder / "rest.log").open("wb") as log:
         process = subprocess.Popen([sys.executable, "-m", "tests.rest", f"{port}", f"{folder}"], stdout=log, stderr=log)

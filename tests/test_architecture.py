@@ -368,7 +368,7 @@ def test_examples_are_found_where_ray_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     ignored = runpy.run_path(str(ROOT / "conftest.py"))["collect_ignore"]
     assert ignored == [
-        "pipeline/jobs/evaluation/ray_portions.py",
+        "pipeline/jobs/evaluation/ray_parallel.py",
         "pipeline/preprocessing/ray_executor.py",
         "pipeline/training/launch/ray_group.py",
     ]

@@ -33,10 +33,10 @@ from flows.runtime.plain import is_plain
 from flows.runtime.redaction import hide, remember
 from flows.runtime.server import Process, TemporaryServer
 from pipeline.config import RunConfig, load
-from pipeline.config.complaints import ELSEWHERE
 from pipeline.config.draft import Draft
 from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
+from pipeline.config.validation_messages import ELSEWHERE
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.warm_up import load_stores, start_fork_servers
 from pipeline.processes.process import loading

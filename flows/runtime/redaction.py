@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from pipeline.config import RunConfig
-from pipeline.config.complaints import PRIVATE
 from pipeline.config.draft import Draft
+from pipeline.config.validation_messages import PRIVATE
 
 MASK = "********"
 KEYS = re.compile(r"passw|pwd|secret|token|credential|key|sas\b|connection-string|authorization", re.IGNORECASE)

@@ -49,7 +49,7 @@ def require_event_tables(
             )  # fmt: skip
         if log.stored and log.table == name:
             raise ConfigError(
-                f"stored of {log.place}", "another table than that of the samples: each backfill would change the "
+                f"stored of {log.place}", "another table than that of the samples: materialization would change the "
                 "log itself", "true", "Leave it out.",
             )  # fmt: skip
 

@@ -16,9 +16,9 @@ from pydantic import (
 
 from models.config import DLRMConfig
 from pipeline.config import rules
-from pipeline.config.complaints import PRIVATE, explain
 from pipeline.config.files import home_path, put, read_yaml
 from pipeline.config.retention import RetentionConfig
+from pipeline.config.validation_messages import PRIVATE, explain
 from pipeline.data.config import SplitConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.config import EvaluationConfig, GateConfig

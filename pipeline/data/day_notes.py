@@ -11,7 +11,7 @@ from storage.snapshot.days import notes
 from storage.warehouse import Warehouse
 
 INGEST = "ingest.input"
-"""Key of the input in a day's note. The other keys are backfilled columns. No column can have this name."""
+"""Key of the input in a day's note. The other keys are materialized columns. No column can have this name."""
 MOST_STAMPS = 50
 """Most files of a kind that are noted by name, because each commit reads the notes of all days."""
 
@@ -49,7 +49,7 @@ class DayNote(BaseModel, frozen=True):
     definition: str
     """Fingerprint of the config that says what rows and labels are."""
     refill: tuple[str, ...] = ()
-    """Feature sources whose columns the ingest was to backfill into the day."""
+    """Feature sources whose columns the ingest was to materialize in the day."""
     sources: Mapping[str, str] = {}
     """Feature source -> its state when the day was written, as `note_state`."""
 
@@ -69,8 +69,8 @@ def open_days(warehouse: Warehouse, snapshot: SnapshotRef) -> set[datetime.date]
     return {day for day, note in day_notes(warehouse, snapshot).items() if note.open}
 
 
-def backfilled_columns(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, set[str]]:
-    """Returns day -> the columns that a backfill has written into its rows in the snapshot."""
+def materialized_columns(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, set[str]]:
+    """Returns day -> the columns that were materialized in its rows in the snapshot."""
     return {day: note.keys() - {INGEST} for day, note in _notes(warehouse, snapshot).items()}
 
 

@@ -20,12 +20,12 @@ class Position(BaseModel, frozen=True):
     batches: NonNegativeInt = 0
     """Global batches already taken from this epoch."""
     window: NonNegativeInt = 0
-    """Window of the epoch in which the next batch begins."""
+    """Number of the epoch's shuffle block in which the next batch begins."""
     row: NonNegativeInt = 0
-    """First row of the next batch in that window, in shuffled order."""
+    """First row of the next batch in that block, in shuffled order."""
     lost: tuple[LostRows, ...] = ()
-    """Row groups that were quarantined before this position, in all epochs. The order of a window's rows depends on
-    them."""
+    """Row groups that were quarantined before this position, in all epochs. The order of a shuffle block's rows
+    depends on them."""
 
 
 class Times(BaseModel, frozen=True):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data.stacks import (
+from pipeline.data.profile_sql import (
     SINGLE,
     VALUE_STATISTICS,
     MapColumn,

@@ -189,14 +189,15 @@ class Moments(NamedTuple):
     """Sums over rows, each with its weight squared. They give the variance of a weighted mean."""
 
     ones: float
-    """Of 1."""
+    """Sum of squared weights."""
     positives: float
-    """Of the labels."""
+    """Sum of squared weights of positive rows."""
     values: float
+    """Sum of the values."""
     of_positives: float
-    """Of the values of positive rows."""
+    """Sum of the values of positive rows."""
     squares: float
-    """Of the squared values."""
+    """Sum of the squared values."""
 
     def spread(self, mean: float, rate: float, slope: float) -> float:
         """Returns the sum of squares of (value - mean) - slope * (label - rate), each by its squared weight."""

@@ -12,8 +12,8 @@ from pipeline.extraction.checks import CheckResult, check
 from pipeline.extraction.config import IngestConfig, LabelColumns, Rule
 from pipeline.extraction.days import asked_days
 from pipeline.extraction.extract import IngestResult
-from pipeline.extraction.intake import DAYS_AT_ONCE, count_duplicates, days_before
 from pipeline.extraction.opening import Report, duckdb_limits
+from pipeline.extraction.profiling import DAYS_AT_ONCE, count_duplicates, days_before
 from pipeline.extraction.samples import number_columns
 from pipeline.transforms.schema import FeatureSchema
 from storage.keys import map_names

@@ -283,8 +283,8 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """
 
     losses: Verdict = "quarantine"
-    """A day that is written again would lose input files, rows, labels of 1, values of a column, or backfilled columns.
-    `force=true` writes it anyway."""
+    """A day that is written again would lose input files, rows, labels of 1, values of a column, or materialized
+    columns. `force=true` writes it anyway."""
     vanished: Verdict = "warn"
     """A column that had values has none, or is gone."""
     appeared: Verdict = "warn"

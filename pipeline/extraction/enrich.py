@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic import BaseModel
 
-from pipeline.data.joined.backfilled import note_columns, written_columns
+from pipeline.data.joined.materialized import note_columns, written_columns
 from pipeline.data.joined.reader import SourceColumns
 from pipeline.data.joined.source import (
     FeatureSource,
@@ -30,7 +30,7 @@ from storage.warehouse import Warehouse
 
 
 class EnrichResult(BaseModel, frozen=True):
-    """What a backfill did."""
+    """What a materialization did."""
 
     snapshot: SnapshotRef
     columns: tuple[str, ...]
@@ -66,7 +66,7 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The days of a backfill, by what happens to them."""
+    """The days of a materialization, by what happens to them."""
 
     rows: Mapping[datetime.date, int]
     """Day -> its rows, for all days in the range."""
@@ -97,20 +97,20 @@ def enrich(
         root: Folder that relative paths start from.
         start: First day. None: the table's first.
         end: Last day. None: the table's last.
-        force: Also writes days that are done, and overwrites values that no backfill wrote.
+        force: Also writes days that are done, and overwrites values that no materialization wrote.
         only: The only days to write. None: all between start and end.
     Raises:
         ConfigError: If there is no feature source, its columns or keys do not fit the table, or a day has values in
-            the columns that no backfill wrote.
+            the columns that no materialization wrote.
         ConflictError: If another writer wrote a day meanwhile. The days before it stay done.
         DataError: If a feature source has a key twice. The days before stay done.
         EmptyDatasetError: If the table has no day in the range.
     """
     if not joined:
-        raise ConfigError("features.joined", "a feature source to backfill from", "none", "Add one.")
+        raise ConfigError("features.joined", "a feature source to materialize from", "none", "Add one.")
     snapshot, columns = warehouse.current(table), _resolve_columns(joined, warehouse, table, root)
     rows = {day: count for day, count in warehouse.day_rows(snapshot).items() if only is None or day in only}
-    days = days_between(rows, start, end, "days to backfill")
+    days = days_between(rows, start, end, "days to materialize")
     plan = _plan_days(columns, warehouse, snapshot, days, force)
     if not force:
         _refuse_values(warehouse, snapshot, columns, plan.due)
@@ -137,7 +137,7 @@ def fillable_columns(
     days: Collection[datetime.date],
     warn: Callable[[str], None],
 ) -> dict[AnySource, dict[datetime.date, set[str]]]:
-    """Returns feature source -> day -> the columns that a backfill could write into the day.
+    """Returns feature source -> day -> the columns that a materialization could write into the day.
 
     Args:
         warn: Called for a source that cannot be read. It is left out.
@@ -148,7 +148,7 @@ def fillable_columns(
             sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources([source], root, warehouse)]
             found[source] = {day: set(of) for day, of in _identities(sources, None, days, warehouse).items()}
         except ContractError as error:
-            warn(f"columns of {source.place} are not backfilled: {error}")
+            warn(f"columns of {source.place} are not materialized: {error}")
     return found
 
 
@@ -208,7 +208,7 @@ def _write_days(
 def _refuse_values(
     warehouse: Warehouse, snapshot: SnapshotRef, columns: _Columns, days: Iterable[datetime.date]
 ) -> None:
-    """Refuses to overwrite values that no backfill wrote, such as those of an ingest that now has the column."""
+    """Refuses to overwrite values that no materialization wrote, such as those of an ingest that now has the column."""
     noted = last_notes(warehouse.table(snapshot.table))
     for day in days:
         names = [name for name in columns.added.names if name not in noted.get(day, {})]
@@ -219,7 +219,7 @@ def _refuse_values(
         if found:
             raise ConfigError(
                 f"day {day} of table '{snapshot.table}'", f"no values in {', '.join(sorted(found))}",
-                "values that no backfill wrote", "Set `prefix`, or overwrite them with force=true.",
+                "values that no materialization wrote", "Set `prefix`, or overwrite them with force=true.",
             )  # fmt: skip
 
 

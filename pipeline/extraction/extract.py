@@ -13,6 +13,7 @@ from pipeline.data.joined.states import note_states
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, DayCheck, worst_outcome
 from pipeline.extraction.config import IngestConfig, Rule, Verdict
+from pipeline.extraction.data_loss import StoredDay, add_statistics, find_losses, read_stored_days
 from pipeline.extraction.days import (
     SourceDay,
     count_left_out,
@@ -24,19 +25,18 @@ from pipeline.extraction.days import (
     survey,
 )
 from pipeline.extraction.enrich import EnrichResult
-from pipeline.extraction.intake import (
-    Intake,
+from pipeline.extraction.join import LabelJoin
+from pipeline.extraction.materialize import MaterializationPlan, materialize_days, name_of, plan_materialization
+from pipeline.extraction.opening import OpenSource, Report, SourceContext, fingerprint, open_source_rows
+from pipeline.extraction.profiling import (
+    CheckedProfile,
     Warn,
     held_back_name,
-    inspect,
+    profile_days,
     release_days,
     repair_profile,
     store_profile,
 )
-from pipeline.extraction.join import LabelJoin
-from pipeline.extraction.losses import StoredDay, add_statistics, find_losses, read_stored_days
-from pipeline.extraction.opening import OpenSource, Report, SourceContext, fingerprint, open_source_rows
-from pipeline.extraction.refill import Refill, name_of, plan_refill, refill_days
 from pipeline.extraction.samples import count_rows, maps_of, number_columns
 from pipeline.extraction.writing import order_clause, write_days
 from pipeline.transforms.schema import FeatureSchema
@@ -71,7 +71,7 @@ class IngestResult(BaseModel, frozen=True):
     """Days of the table whose rows and labels are as an earlier config says."""
     days_open: tuple[datetime.date, ...] = ()
     """Requested days that are open: labels may still change."""
-    backfilled: EnrichResult | None = None
+    materialized: EnrichResult | None = None
     """The columns of feature sources that were written into the days."""
     days_expired: tuple[datetime.date, ...] = ()
     """Days of an event table that `keep_days` no longer keeps. They have been removed."""
@@ -132,7 +132,7 @@ class _Plan:
     """Requested day -> its identity as a held-back day: it changes with the rules, so that the day is checked again."""
     stored: Mapping[datetime.date, StoredDay]
     """The requested days as the table has them. Only due days have statistics."""
-    refill: Refill
+    materialization: MaterializationPlan
     definition: str
     """Fingerprint of what the config says rows and labels are."""
     first: datetime.date
@@ -167,7 +167,7 @@ def extract(
     with open_source_rows(context, report, bool(config.order_by)) as rows:
         ingest = _Ingest(context, config, force, report, warn, rows, order_clause(rows, config.order_by))
         plan = _plan_days(ingest)
-        intake, checked = _check_days(ingest, plan)
+        profiled, checked = _check_days(ingest, plan)
         if checked.days:
             on_checked(checked)
         checked.raise_failed()
@@ -177,11 +177,11 @@ def extract(
         if not passed and not context.warehouse.has_table(context.table):
             raise _no_table_error(context.table, plan.wanted, [*broken, *plan.held_back])
         _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
-        _write_days(ingest, passed, intake)
+        _write_days(ingest, passed, profiled)
         expired = _expire_days(context, plan.first)
-        backfilled = _backfill_days(ingest, plan, passed)
+        materialized = _materialize_days(ingest, plan, passed)
         result = _result(ingest, plan, passed, broken, checked)
-        return result.model_copy(update={"backfilled": backfilled, "days_expired": tuple(expired)})
+        return result.model_copy(update={"materialized": materialized, "days_expired": tuple(expired)})
 
 
 def _plan_days(ingest: _Ingest) -> _Plan:
@@ -200,16 +200,16 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     same = {} if ingest.force else theirs
     changed = [day.day for day in wanted if day.identity == same.get(day.day)]
     table = read_stored_days(context.warehouse, context.table, [day.day for day in wanted])
-    backfilled = {day.day: table[day.day].backfilled if day.day in table else () for day in wanted}
+    materialized = {day.day: table[day.day].materialized if day.day in table else () for day in wanted}
     joined = context.schema.sources if isinstance(context.schema, FeatureSchema) else ()
-    refill = plan_refill(joined, context.warehouse, context.root, backfilled, ingest.warn)
+    materialization = plan_materialization(joined, context.warehouse, context.root, materialized, ingest.warn)
     rules = ingest.config.checks.model_dump(mode="json")
-    refillable = {day.day: sorted(refill.columns_of(day.day)) for day in wanted}
-    held_identities = {day.day: fingerprint([day.identity, rules, refillable[day.day]])[:16] for day in wanted}
+    fillable = {day.day: sorted(materialization.columns_of(day.day)) for day in wanted}
+    held_identities = {day.day: fingerprint([day.identity, rules, fillable[day.day]])[:16] for day in wanted}
     left = [day for day in wanted if day.identity not in (written.get(day.day), same.get(day.day))]
     held_back = [day for day in left if held.get(day.day) == held_identities[day.day]]
     noted = {
-        "refill": tuple(name_of(one) for one in joined if one.stored or one in refill.columns),
+        "refill": tuple(name_of(one) for one in joined if one.stored or one in materialization.columns),
         "sources": note_states(joined, context.root, context.warehouse) if left else {},
     }
     due = [replace(day, note=day.note.model_copy(update=noted)) for day in left if day not in held_back]
@@ -220,7 +220,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         wanted=wanted,
         due=due,
         stored=add_statistics(context.warehouse, context.table, table, [day.day for day in due]),
-        refill=refill,
+        materialization=materialization,
         unchanged={day.day: day.identity for day in wanted if day.identity == written.get(day.day)},
         changed=changed,
         theirs=theirs.keys(),
@@ -266,7 +266,7 @@ def _refuse_bad_days(ingest: _Ingest, days: Sequence[SourceDay]) -> None:
         )
 
 
-def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResult]:
+def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, CheckResult]:
     """Measures the due days and checks them against earlier days and against their versions in the table.
 
     Returns:
@@ -275,7 +275,7 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResul
     rows, context, checks = ingest.rows, ingest.context, ingest.config.checks
     rewritten = any(day.day in plan.stored for day in plan.due)
     losses = partial(_find_losses, ingest, plan, {day.day: day for day in plan.due})
-    intake = None
+    profiled = None
     if ingest.config.profile:
         maps = maps_of(column_types(rows.connection, rows.view))
         labelled = context.label is not None
@@ -283,7 +283,7 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResul
         repair_profile(rows.connection, context.warehouse, context.table, plan.unchanged, numbers, ingest.warn)
         holds: list[Rule] = ["losses"] if rewritten and ingest.loss_outcome in ("fail", "quarantine") else []
         if plan.due:
-            intake = inspect(
+            profiled = profile_days(
                 rows.connection,
                 rows.create_good_view(days_condition(plan.due)),
                 {day.day: day.kept for day in plan.due},
@@ -296,8 +296,8 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[Intake | None, CheckResul
                 [*checks.strict, *holds],
                 losses,
             )
-    if intake is not None:
-        return intake, intake.checked
+    if profiled is not None:
+        return profiled, profiled.checked
     days, findings = [], []
     for day in plan.due:
         lost = losses(day.day, None)
@@ -314,7 +314,7 @@ def _find_losses(
     if day not in plan.stored or outcome == "off":
         return []
     generated, config = context.source.generator is not None, ingest.config.checks
-    columns, rows = plan.refill.columns_of(day), ingest.rows
+    columns, rows = plan.materialization.columns_of(day), ingest.rows
     there = {path.name for path in rows.files}, {path.name for path in rows.outcomes}
     lost = find_losses(due[day], plan.stored[day], new, columns, config, context.label, generated, there)
     return [
@@ -341,14 +341,14 @@ def _warn_of_overwritten(ingest: _Ingest, days: Sequence[datetime.date]) -> None
         )
 
 
-def _write_days(ingest: _Ingest, days: Sequence[SourceDay], intake: Intake | None) -> None:
+def _write_days(ingest: _Ingest, days: Sequence[SourceDay], profiled: CheckedProfile | None) -> None:
     """Writes days group by group, and the statistics of each group after its rows."""
     warehouse, table = ingest.context.warehouse, ingest.context.table
     total, written = sum(day.kept for day in days), 0
     for group in group_days(days, ingest.config.rows_per_commit):
         on_rows = partial(_report_from, ingest.report, written, total)
         write_days(ingest.rows, warehouse, table, group, ingest.order, table, on_rows)
-        store_profile(warehouse, table, intake, {day.day: day.identity for day in group})
+        store_profile(warehouse, table, profiled, {day.day: day.identity for day in group})
         written += sum(day.kept for day in group)
 
 
@@ -364,11 +364,13 @@ def _expire_days(context: SourceContext, first: datetime.date) -> list[datetime.
     return gone
 
 
-def _backfill_days(ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay]) -> EnrichResult | None:
+def _materialize_days(ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay]) -> EnrichResult | None:
     context, written = ingest.context, [day.day for day in passed]
     others = {day: plan.stored[day] for day in plan.unchanged if day in plan.stored}
     report = partial(ingest.report, "enrich")
-    return refill_days(plan.refill, context.warehouse, context.table, context.root, written, others, report)
+    return materialize_days(
+        plan.materialization, context.warehouse, context.table, context.root, written, others, report
+    )
 
 
 def _result(

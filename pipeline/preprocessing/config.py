@@ -30,7 +30,7 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     shuffle_window_rows: Annotated[PositiveInt, LEARNED] = 262_144
     """Rows that are shuffled together, in memory. Row groups are permuted over the whole epoch first."""
     split_rows: PositiveInt = 65_536
-    """Rows of a split, the unit of work of one worker. Small row groups are read together up to this many rows."""
+    """Rows of a work unit, which one worker reads at once. Small row groups are read together up to this many rows."""
     session_column: Annotated[str | None, LEARNED] = None
     """Shuffles sessions as a whole: neighbouring rows with an equal value in this column stay together. None shuffles
     single rows."""
@@ -44,12 +44,12 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     epochs, trials, candidates, policies of a backtest. A column that is there is not read, decoded and transformed
     again. What was used last stays. None: no cache. With `deduplicate`, none is used."""
     attempts: PositiveInt = 3
-    """Attempts at a split before it counts as corrupt."""
+    """Attempts at a work unit before it counts as corrupt."""
     on_corrupt: Literal["fail", "quarantine"] = "fail"
     """What happens to a row group that cannot be read. `fail` ends the run, and refuses a checkpoint with lost rows.
     `quarantine` skips the row group, lists it and counts its rows."""
     lease_seconds: PositiveFloat = 120.0
-    """A worker that is silent for this long on one split is replaced, and the split is repeated."""
+    """A worker that is silent for this long on one work unit is replaced, and the unit is repeated."""
     restart_limit: NonNegativeInt = 16
     """Maximum number of workers to replace after they died or hung. One more ends the run."""
     ray_address: str | None = None

@@ -357,7 +357,7 @@ class Master:
         group = stream.groups.get(number)
         if group is None and not stream.ended(number) and stream.is_stuck(number):
             raise ConfigError(
-                "preprocessing.memory_bytes", "room for the rows of a shuffle window and a group of batches",
+                "preprocessing.memory_bytes", "room for the rows of a shuffle block and a group of batches",
                 f"{stream.budget.limit:,} bytes for '{stream.request.data}', {stream.budget.used:,} of them in use",
                 "Raise it, or lower preprocessing.shuffle_window_rows.",
             )  # fmt: skip

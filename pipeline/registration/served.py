@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pipeline.registration.candidate_scorer import CandidateScorer, Ranking
 from pipeline.registration.invocations import InvocationReader, of_records
 from pipeline.registration.request import TYPES, table_of
 from pipeline.registration.scorer import LoadedModel, check_finite
-from pipeline.registration.sides import Ranking, TwoSides
 
 WARM_ROWS = (1, 1_000)
 
@@ -33,7 +33,7 @@ class ServedModel:
         self.reading = copy.copy(loaded)
         self.reading.columns = loaded.columns | self.keep
         self.reading.defaults = loaded.defaults | dict.fromkeys(self.keep)
-        self.invocations, self.sides = InvocationReader(self.reading), TwoSides(loaded)
+        self.invocations, self.candidates = InvocationReader(self.reading), CandidateScorer(loaded)
 
     @property
     def columns(self) -> Mapping[str, str]:
@@ -70,7 +70,7 @@ class ServedModel:
         Raises:
             InputError: If a column is missing or given twice, or a value is of the wrong kind.
         """
-        ranking = self.sides.rank(user, candidates)
+        ranking = self.candidates.rank(user, candidates)
         return self._keep_ranked(ranking, user, candidates) if self.keep else ranking
 
     def _keep_ranked(self, ranking: Ranking, user: Mapping[str, Any], candidates: Any) -> Ranking:

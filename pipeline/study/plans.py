@@ -18,7 +18,7 @@ from pipeline.jobs.code_version import read_commit
 from pipeline.jobs.console import Progress, format_rows, step
 from pipeline.jobs.training.events import Measured
 from pipeline.jobs.training.job import prepare_rows
-from pipeline.jobs.training.rank.model import measure_uses, plan_placement
+from pipeline.jobs.training.rank.model import add_sharding_plan, measure_uses
 from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.training.config import COLUMN_SHARDING, TrainConfig
@@ -126,7 +126,7 @@ def list_candidates(spec: RankSpec, world_sizes: Sequence[int]) -> Iterator[Plan
         try:
             settings = {key: value for key, value in fields.items() if key != "kind"} | {"sharding": kind}
             training = TrainConfig.model_validate(spec.training.model_dump() | settings)
-            placement = plan_placement(spec.model_copy(update={"training": training}), uses).placement
+            placement = add_sharding_plan(spec.model_copy(update={"training": training}), uses).placement
         except ContractError as error:
             yield PlanCandidate(**fields, refused=str(error))
             continue

@@ -93,7 +93,7 @@ class FeatureJoin(_Source):
     """Column of the rows (timestamp or date) with their time. A date of the rows is the beginning of its day, a date of
     the source the end of its day. Needs `valid_from`."""
     stored: Annotated[bool, APART] = False
-    """Whether `flows.enrich` has backfilled the columns. They are then read from the table and not joined."""
+    """Whether `flows.enrich` has materialized the columns. They are then read from the table and not joined."""
 
     @model_validator(mode="after")
     def _times_fit(self) -> Self:
@@ -129,7 +129,7 @@ class _EventLog(_Source):
     where: str | None = None
     """Filter of the events, such as `action = 'finish'`. Only those that it keeps are seen."""
     stored: Annotated[bool, APART] = False
-    """Whether `flows.enrich` has backfilled the columns. They are then read from the table and not computed."""
+    """Whether `flows.enrich` has materialized the columns. They are then read from the table and not computed."""
 
     @model_validator(mode="after")
     def _filter_reads(self) -> Self:

@@ -114,7 +114,7 @@ class FeatureSchema(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
 
     @property
     def sources(self) -> tuple[AnySource, ...]:
-        """All sources of columns that the table lacks, or has from a backfill."""
+        """All sources of columns that the table lacks, or has from a materialization."""
         return (*self.joined, *self.logs)
 
     @property
@@ -189,7 +189,7 @@ def resolve(
 
 
 def unknown_column(where: str, name: str, known: Sequence[str], what: str = "a column of the table") -> ColumnError:
-    """The complaint about a column that is not there; names the closest ones."""
+    """Returns the error about a missing column, which names the closest ones."""
     return ColumnError(
         f"{where} '{name}'", what, "none of that name", f"Closest: {closest_names(name, known)}. Correct the name."
     )

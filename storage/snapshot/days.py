@@ -17,7 +17,7 @@ from pyiceberg.table.snapshots import Snapshot
 IDENTITIES = "dlrm.days"
 """Snapshot summary: JSON of day -> identity of what was written. Finished work is recognised by it."""
 NOTES = "dlrm.joined"
-"""Snapshot summary: JSON of day -> column -> identity of the feature source it was backfilled from."""
+"""Snapshot summary: JSON of day -> column -> identity of the feature source it was materialized from."""
 CONTENTS = "dlrm.contents"
 """Snapshot summary: JSON of day -> (hash of its files as written, hash that identifies their rows)."""
 

@@ -21,10 +21,10 @@ from pyiceberg.transforms import IdentityTransform, VoidTransform
 from pyiceberg.typedef import Record
 
 from storage.errors import StorageError, reading_metadata
-from storage.snapshot.dating import EPOCH, DayRule
+from storage.snapshot.day_rule import EPOCH, DayRule
 from storage.snapshot.deletes import DeletedValues
 from storage.snapshot.foreign import ForeignTable
-from storage.snapshot.left_out import FileRows, LeftOut, ReadCache
+from storage.snapshot.row_exclusions import FileRows, ReadCache, RowExclusions
 
 MOST_KEPT_BYTES = 1 << 26
 """Bytes of the longest list of a snapshot's files that is remembered. A snapshot never changes."""
@@ -147,7 +147,7 @@ def _find_files(
     cache: ReadCache,
 ) -> Iterator[DayFile]:
     """Reads what `data_files` yields from the manifests."""
-    left_out = LeftOut(table, rule, cache)
+    exclusions = RowExclusions(table, rule, cache)
     wanted = None if days is None else rule.condition(days)
     found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
     dated = [(one, rule.of_partition(one.spec, one.file) or rule.of_bounds(one.file)) for one in found]
@@ -156,7 +156,7 @@ def _find_files(
         if day is None:
             refuse_format(table, one.file)
     with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-        read = dict(zip(mixed, pool.map(lambda path: np.unique(left_out.days(path)).tolist(), mixed), strict=True))
+        read = dict(zip(mixed, pool.map(lambda path: np.unique(exclusions.days(path)).tolist(), mixed), strict=True))
     for one, day in dated:
         same = {field.source_id for field in one.spec.fields if isinstance(field.transform, IdentityTransform)}
         numbers = read[one.file.file_path] if day is None else [(day - EPOCH).days]

@@ -1,4 +1,4 @@
-"""A beta feature is first joined, then backfilled into the days. Both give the same model."""
+"""A beta feature is first joined, then materialized in the days. Both give the same model."""
 
 import datetime
 import os
@@ -59,7 +59,7 @@ def config(tmp_path: Path) -> str:
 
 
 @pytest.mark.nightly
-def test_a_joined_feature_and_the_same_one_backfilled_train_the_same_model(config, command, tmp_path):
+def test_a_joined_feature_and_the_same_one_materialized_train_the_same_model(config, command, tmp_path):
     home = tmp_path / "home"
     code, _, log = command(ingest, config, home=home)
     assert code == 0, log
@@ -125,4 +125,4 @@ def test_the_feature_is_not_in_the_table_until_it_is_written(config, command, tm
     declared = [(event.feature, event.state, event.by) for event in read_events(warehouse, "beta")]
     assert sorted(declared) == [(name, "beta", "flows.enrich") for name in ("liked", "score")]
     code, result, _ = command(enrich, config, "features.joined=[]", home=tmp_path / "home")
-    assert (code, result["error"]) == (1, "features.joined: expected a feature source to backfill from, got none. Add one.")  # fmt: skip
+    assert (code, result["error"]) == (1, "features.joined: expected a feature source to materialize from, got none. Add one.")  # fmt: skip

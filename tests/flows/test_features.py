@@ -1,4 +1,4 @@
-"""The catalogue of the smoke run's table: readers, declarations, and their effect on a training."""
+"""The catalog of the smoke run's table: readers, declarations, and their effect on a training."""
 
 import datetime
 import shutil

@@ -1,4 +1,4 @@
-"""A REST catalogue does for the daily work what the embedded one does."""
+"""A REST catalog does for the daily work what the embedded one does."""
 
 import datetime
 from collections.abc import Iterator

@@ -2,8 +2,8 @@
 
 import runpy
 
-from pipeline.jobs.evaluation import portions
+from pipeline.jobs.evaluation import parallel
 
 if __name__ == "__main__":
-    portions.LEAST_CLUSTER_VALUES = 1
+    parallel.LEAST_CLUSTER_VALUES = 1
     runpy.run_module("flows.end_to_end", run_name="__main__", alter_sys=True)

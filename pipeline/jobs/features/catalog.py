@@ -1,4 +1,4 @@
-"""The catalogue of a table's features, built from the warehouse, the ingest's profile and MLflow."""
+"""The feature catalog of a table, built from the warehouse, the ingest's profile and MLflow."""
 
 import datetime
 import getpass
@@ -26,7 +26,7 @@ DECLARED = ("state", "kind", "owner", "description", "reason")
 Action = Literal["list", "show", "propose", "set", "deprecate", "history"]
 
 
-class Catalogue(NamedTuple):
+class FeatureCatalog(NamedTuple):
     """Features of a table at a snapshot, and the runs and versions that read them."""
 
     snapshot: SnapshotRef
@@ -34,8 +34,8 @@ class Catalogue(NamedTuple):
     usage: Usage
 
 
-def load_catalogue(workspace: Workspace) -> Catalogue:
-    """Loads the catalogue of the newest snapshot.
+def load_features(workspace: Workspace) -> FeatureCatalog:
+    """Loads the feature catalog of the newest snapshot.
 
     Raises:
         StorageError: If there is no such table.
@@ -56,10 +56,10 @@ def load_catalogue(workspace: Workspace) -> Catalogue:
         profile,
         footers.without_values(unmeasured).columns,
     )
-    return Catalogue(snapshot, found, usage)
+    return FeatureCatalog(snapshot, found, usage)
 
 
-def find_entry(known: Catalogue, feature: str) -> Entry:
+def find_entry(known: FeatureCatalog, feature: str) -> Entry:
     """Returns the entry of a feature.
 
     Raises:
@@ -71,7 +71,7 @@ def find_entry(known: Catalogue, feature: str) -> Entry:
     raise unknown_feature(feature, [entry.name for entry in known.entries], "Correct the name.")
 
 
-def list_retirable(workspace: Workspace, known: Catalogue, unused_days: int) -> list[RetireCandidate]:
+def list_retirable(workspace: Workspace, known: FeatureCatalog, unused_days: int) -> list[RetireCandidate]:
     """Returns features that could be retired."""
     now = datetime.datetime.now(datetime.UTC)
     return find_candidates(known.entries, known.usage, _list_other_columns(workspace), unused_days, now)
@@ -147,7 +147,7 @@ def _user() -> str:
         return "unknown"
 
 
-def list_features(workspace: Workspace, known: Catalogue) -> dict[str, Any]:
+def list_features(workspace: Workspace, known: FeatureCatalog) -> dict[str, Any]:
     config = workspace.config
     rows = text.feature_rows(known.entries)
     print(text.format_table(rows))
@@ -159,7 +159,7 @@ def list_features(workspace: Workspace, known: Catalogue) -> dict[str, Any]:
     return {"features": listed, "bytes": total}
 
 
-def show_feature(known: Catalogue, name: str) -> dict[str, Any]:
+def show_feature(known: FeatureCatalog, name: str) -> dict[str, Any]:
     entry = find_entry(known, name)
     for key, value in entry.model_dump(mode="json", exclude={"days"}).items():
         print(f"{key:<12} {', '.join(value) if isinstance(value, list) else '' if value is None else value}".rstrip())
@@ -168,7 +168,7 @@ def show_feature(known: Catalogue, name: str) -> dict[str, Any]:
     return {"feature": entry.model_dump(mode="json")}
 
 
-def propose_retirement(workspace: Workspace, known: Catalogue, unused_days: int) -> dict[str, Any]:
+def propose_retirement(workspace: Workspace, known: FeatureCatalog, unused_days: int) -> dict[str, Any]:
     config = workspace.config
     found = list_retirable(workspace, known, unused_days)
     total = sum(one.bytes for one in found)
@@ -244,7 +244,7 @@ def run_action(
         changes = changes | ({"state": "deprecated"} if action == "deprecate" else {})
         done = declare_feature(workspace, name, options["by"], changes, options["only_unused"], options["force"])
         return done | {"action": action}
-    known = load_catalogue(workspace)
+    known = load_features(workspace)
     if name is not None and action == "show":
         made = show_feature(known, name)
     elif action == "propose":

@@ -13,8 +13,8 @@ from pipeline.extraction.config import LabelColumns
 from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
-from pipeline.extraction.intake import held_back_name
 from pipeline.extraction.opening import SourceContext, generate_logs
+from pipeline.extraction.profiling import held_back_name
 from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.console import step
 from pipeline.jobs.ingest.checks import show_checks, summarize_checks
@@ -101,22 +101,27 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
     noted = newest_noted_day(workspace)
     events = ingest_event_tables(workspace, force and day is None)
     result = ingest(workspace, () if day is None else (day,), force)
-    account = _account(workspace, workspace.config.name, result, workspace.config.source.table)
-    written = any(one["status"] == "ok" for one in [account, *events.values()])
-    account["recomputed"] = recompute_features(workspace, noted, result.days_written) if written else None
-    return account | ({"events": events, "status": "ok" if written else "skipped"} if events else {})
+    if result.materialized is not None:
+        declare_columns(workspace, result.materialized.columns)
+    log_ingest(workspace, workspace.config.name, result, workspace.config.source.table)
+    summary = summarize_ingest(workspace, workspace.config.name, result)
+    written = any(one["status"] == "ok" for one in [summary, *events.values()])
+    summary["recomputed"] = recompute_features(workspace, noted, result.days_written) if written else None
+    return summary | ({"events": events, "status": "ok" if written else "skipped"} if events else {})
 
 
 def ingest_event_tables(workspace: Workspace, force: bool) -> dict[str, Any]:
     """Writes new and changed days of all event tables. Returns table -> what was done, as `ingest_days`."""
-    return {
-        table: _account(workspace, table, ingest_events(workspace, table, force), None)
-        for table in workspace.config.events
-    }
+    found = {}
+    for table in workspace.config.events:
+        result = ingest_events(workspace, table, force)
+        log_ingest(workspace, table, result, None)
+        found[table] = summarize_ingest(workspace, table, result)
+    return found
 
 
-def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str | None) -> dict[str, Any]:
-    """Says what an ingest did, and returns it.
+def log_ingest(workspace: Workspace, name: str, result: IngestResult, foreign: str | None) -> None:
+    """Logs what an ingest did.
 
     Args:
         name: The table.
@@ -166,13 +171,18 @@ def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str
             len(result.days_open),
             result.days_open[0],
         )
-    if result.backfilled is not None:
-        declare_columns(workspace, result.backfilled.columns)
-        log.info("backfilled: %s, %s days", ", ".join(result.backfilled.columns), len(result.backfilled.days_written))
+    if result.materialized is not None:
+        log.info(
+            "materialized: %s, %s days", ", ".join(result.materialized.columns), len(result.materialized.days_written)
+        )
     for path, stale in result.stale_lookups.items():
         log.info("%s days keep the values of an earlier '%s'. Set refresh=past_days to write them again", stale, path)
     for reason, rows in result.quarantined.items():
         log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
+
+
+def summarize_ingest(workspace: Workspace, name: str, result: IngestResult) -> dict[str, Any]:
+    """Returns what an ingest did with the days of a table, as the command prints it."""
     done = [*result.days_written, *result.days_checked, *result.days_expired]
     seen = (result.days_written, result.days_checked, result.days_skipped, result.days_held, result.days_changed)
     touched = sorted({day for days in seen for day in days})
@@ -188,7 +198,7 @@ def _account(workspace: Workspace, name: str, result: IngestResult, foreign: str
         "days_expired": len(result.days_expired),
         "days_checked": len(result.days_checked),
         "held": [f"{day}" for day in result.days_held],
-        "days_backfilled": 0 if result.backfilled is None else len(result.backfilled.days_written),
+        "days_materialized": 0 if result.materialized is None else len(result.materialized.days_written),
         "days_outdated": [f"{day}" for day in result.days_outdated],
         "days_open": [f"{day}" for day in result.days_open],
         "first_day": str(touched[0]) if touched else None,
@@ -226,7 +236,7 @@ def require_one_config(ingested: Mapping[str, Any]) -> None:
 def enrich_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool
 ) -> dict[str, Any]:
-    """Backfills columns of feature sources and stored logs, and declares new ones as beta in the catalogue."""
+    """Materializes columns of feature sources and stored logs, and declares new ones as beta in the catalog."""
     result = enrich(workspace, start, end, force)
     declare_columns(workspace, result.columns)
     log = workspace.console.log
@@ -252,10 +262,10 @@ def enrich_days(
 
 @step("declare")
 def declare_columns(workspace: Workspace, columns: Sequence[str]) -> None:
-    """Declares columns that the catalogue lacks as beta. Safe to repeat: earlier declarations stay."""
+    """Declares columns that the catalog lacks as beta. Safe to repeat: earlier declarations stay."""
     warehouse, name = workspace.warehouse, workspace.config.name
     now, known = datetime.datetime.now(datetime.UTC), newest_events(read_events(warehouse, name))
     for column in columns:
         if column not in known:
-            event = Event(at=now, feature=column, state="beta", by="flows.enrich", reason="backfilled")
+            event = Event(at=now, feature=column, state="beta", by="flows.enrich", reason="materialized")
             append_event(warehouse, name, event)

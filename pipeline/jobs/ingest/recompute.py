@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.config.files import ROOT
-from pipeline.data.day_notes import backfilled_columns, day_notes
+from pipeline.data.day_notes import day_notes, materialized_columns
 from pipeline.data.joined.source import FeatureSource, PinnedSource, pin_sources
 from pipeline.data.joined.states import note_state, restore_state
 from pipeline.jobs.console import step
@@ -42,9 +42,9 @@ class _Comparison(NamedTuple):
     now: list[PinnedSource]
     """Sources as they are now."""
     columns: dict[str, tuple[str, str]]
-    """Feature -> its column of then, which may be one of the table, and its column of now."""
+    """Feature -> (column as written, which may be one of the table; column computed now)."""
     lost: list[str]
-    """Names of sources whose state of then is lost."""
+    """Names of sources whose state at that time is lost."""
 
 
 def newest_noted_day(workspace: Workspace) -> NotedDay | None:
@@ -62,7 +62,7 @@ def newest_noted_day(workspace: Workspace) -> NotedDay | None:
 def recompute_features(
     workspace: Workspace, noted: NotedDay | None, written: Collection[datetime.date]
 ) -> dict[str, Any] | None:
-    """Compares features of a day, as when it was written, with the same features computed now.
+    """Compares a day's features as they were written with the same features computed now.
 
     An ingest does not fail because of it: what goes wrong is a warning.
 
@@ -81,10 +81,10 @@ def recompute_features(
 
 @step("compute features again")
 def _compare_day(workspace: Workspace, noted: NotedDay, rewritten: bool) -> dict[str, Any] | None:
-    """Features of a day when it was written -> their differences from the same features computed now. It only reads.
+    """A day's features as written -> their differences from the same features computed now. It only reads.
 
     Args:
-        rewritten: Whether the day was written again since, so that backfilled columns of then are gone.
+        rewritten: Whether the day was written again since, so that the columns materialized before are gone.
     """
     warehouse, day = workspace.warehouse, noted.day
     rows = warehouse.current(workspace.config.name)
@@ -108,10 +108,10 @@ def _compare_day(workspace: Workspace, noted: NotedDay, rewritten: bool) -> dict
 
 
 def _plan_comparison(workspace: Workspace, rows: SnapshotRef, noted: NotedDay, rewritten: bool) -> _Comparison:
-    """Finds the features whose source has changed since a day was written, and how to read them as of then."""
+    """Finds the features whose source has changed since a day was written, and how to read them as they were."""
     warehouse, config = workspace.warehouse, workspace.config
     plan = build_plan(config.features, workspace.columns(rows, config.features.named_columns()))
-    backfilled = set() if rewritten else backfilled_columns(warehouse, rows).get(noted.day, set())
+    materialized = set() if rewritten else materialized_columns(warehouse, rows).get(noted.day, set())
     found = _Comparison([], [], {}, [])
     for source in config.features.sources:
         if source.name not in noted.states:
@@ -120,7 +120,7 @@ def _plan_comparison(workspace: Workspace, rows: SnapshotRef, noted: NotedDay, r
         columns = [name for name in FeatureSource(now, warehouse).schema.names if name in plan.columns]
         if not columns or noted.states[source.name] == note_state(now):
             continue
-        in_rows = [name for name in columns if source.stored and name in backfilled]
+        in_rows = [name for name in columns if source.stored and name in materialized]
         then = None if in_rows else restore_state(now, noted.states[source.name], warehouse)
         if then is not None:
             found.then.append(_add_prefix(then, THEN))

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pipeline.evaluation.policy import ChampionStanding, Decision, Policy, decide
 from pipeline.jobs.training.rank.group import open_event_writer, run_rank
 from pipeline.jobs.training.rank.main import assemble
-from pipeline.jobs.training.rank.model import open_client, plan_placement
+from pipeline.jobs.training.rank.model import add_sharding_plan, open_client
 from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
@@ -141,7 +141,7 @@ class BacktestRank:
         """Replaces the model by one trained from scratch. Returns the rows that it was trained on."""
         spec = select_training_days(self.spec.scratch, days)
         self.plan = fit_plan(spec.train, Warehouse(spec.train.warehouse, Path(spec.train.home)))
-        spec = plan_placement(select_training_days(replace_plan(self.spec.scratch, self.plan), days), {})
+        spec = add_sharding_plan(select_training_days(replace_plan(self.spec.scratch, self.plan), days), {})
         folder = Path(spec.folder) / "checkpoints"
         if self.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of the previous model

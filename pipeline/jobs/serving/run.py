@@ -94,15 +94,15 @@ class RegistryFollower:
 
     def follow(self, supervisor: Supervisor, stopped: threading.Event) -> None:
         """Offers the version that the alias names, whenever that is another one. Never raises."""
-        complaint = ""
+        reported = ""
         while not stopped.wait(self.config.poll_seconds):
             try:
                 self.look(supervisor)
-                complaint = ""
+                reported = ""
             except (ContractError, MlflowException, OSError, ValueError) as error:
-                if complaint != (complaint := one_line(error)):
+                if reported != (reported := one_line(error)):
                     one = supervisor.current.version
-                    log.warning("%s: version %s goes on: %s", one.model, one.version, complaint)
+                    log.warning("%s: version %s goes on: %s", one.model, one.version, reported)
 
     def look(self, supervisor: Supervisor) -> None:
         """Looks once, and fetches another version.

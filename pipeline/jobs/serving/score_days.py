@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pipeline.config.files import ROOT
-from pipeline.data.joined.backfilled import require_backfilled
+from pipeline.data.joined.materialized import require_materialized
 from pipeline.jobs.console import step
 from pipeline.jobs.evaluation.trained import sources_as_trained
 from pipeline.jobs.training.provenance import trained_sources
@@ -61,7 +61,7 @@ def score_rows(
     rows, mean, speed = 0, None, None
     if work.todo:
         model = _load_model(tracker, config.model_name, number, workspace.home / "tmp")
-        require_backfilled(config.features.sources, warehouse, source, list(model.columns), work.todo, ROOT)
+        require_materialized(config.features.sources, warehouse, source, list(model.columns), work.todo, ROOT)
         began = time.perf_counter()
         with workspace.console.progress() as progress:
             done = score(config.scoring, warehouse, work, model, number, partial(progress, "score"))

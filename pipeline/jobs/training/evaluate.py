@@ -25,8 +25,8 @@ from pipeline.evaluation.gate import Verdict, compare, judge_first
 from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.console import Progress, one_line, step
-from pipeline.jobs.evaluation.portion import Comparison, read_outcomes
-from pipeline.jobs.evaluation.portions import evaluate_portions
+from pipeline.jobs.evaluation.parallel import evaluate_portions
+from pipeline.jobs.evaluation.scorers import Comparison, read_outcomes
 from pipeline.jobs.evaluation.trained import AS_DECLARED, TrainedColumns, read_as_trained
 from pipeline.jobs.training.job import TrainingJob
 from pipeline.jobs.training.provenance import find_record, trained_sources
@@ -166,17 +166,17 @@ def _find_seen_rows(workspace: Workspace, job: TrainingJob, version: int) -> str
         "so it may have been trained on these evaluation rows. Choose yourself: "
         "python -m flows.promote CONFIG version=N."
     )
-    whose = f"The record of version {version}, the champion,"
+    subject = f"The record of version {version}, the champion,"
     try:
         record = find_record(workspace.tracking, workspace.config.model_name, version)
     except Exception as error:  # of many kinds: MLflow, the store of its files, the disk
         if is_unreachable(error) or is_disk_error(error):
             raise
-        return f"{whose} cannot be read ({one_line(error)}), {unknown}"
+        return f"{subject} cannot be read ({one_line(error)}), {unknown}"
     if record is None:
         return None
     if not record.trained_on:
-        return f"{whose} names no rows, {unknown}"
+        return f"{subject} names no rows, {unknown}"
     test = job.data["test"].selection
     same_table = record.snapshot.table == job.snapshot.table
     days = {day for one in record.trained_on if same_table and share_rows(one, test) for day in one.days}

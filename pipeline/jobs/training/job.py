@@ -14,7 +14,7 @@ from pipeline.catalog.events import read_events, refuse_deprecated
 from pipeline.config.files import ROOT
 from pipeline.data.config import PARTS, Part
 from pipeline.data.day_notes import open_days
-from pipeline.data.joined.backfilled import require_backfilled
+from pipeline.data.joined.materialized import require_materialized
 from pipeline.data.joined.reader import filter_schema, joined_schema
 from pipeline.data.joined.source import PinnedSource
 from pipeline.data.selection import Selection, check_sampling, select
@@ -273,10 +273,10 @@ def build_specs(
 
     Args:
         pinned: Part -> its rows, chosen and checked by an earlier run, or None for no rows. It is not checked again
-            whether their days are open and backfilled: the answer may be another one now.
+            whether their days are open and materialized: the answer may be another one now.
     Raises:
         ConfigError: If the config does not fit the table, the split names an open day, or a day lacks a column that
-            the config reads as backfilled.
+            the config reads as materialized.
     """
     config = workspace.config
     warehouse, joined = workspace.warehouse, workspace.feature_joins()
@@ -314,7 +314,7 @@ def build_specs(
     new = [spec for part, spec in found.items() if part in chosen]
     columns = {name for spec in new for name in spec.columns}
     read = {day for spec in new for day in spec.selection.days}
-    require_backfilled(config.features.sources, warehouse, snapshot, columns, read, ROOT)
+    require_materialized(config.features.sources, warehouse, snapshot, columns, read, ROOT)
     return found
 
 

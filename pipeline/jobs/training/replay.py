@@ -18,7 +18,7 @@ from pipeline.jobs.training.provenance import (
     override_recorded,
     restore_config,
 )
-from pipeline.jobs.training.rank.model import measure_uses, plan_placement
+from pipeline.jobs.training.rank.model import add_sharding_plan, measure_uses
 from pipeline.jobs.training.train import TrainingResult, fetch_served, make_rank_spec, train
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.versions import TRAINED_FROM
@@ -157,7 +157,7 @@ def compare_records(
     folder, tracker, log = Path(job.folder), workspace.tracking, workspace.console.log
     new = read_note(folder / RECORD, Record)
     spec = make_rank_spec(workspace, job)
-    planned = plan_placement(spec, measure_uses(spec)).placement
+    planned = add_sharding_plan(spec, measure_uses(spec)).placement
     found = list_differences(old, new, planned or ())
     equal = (old.weights_sha256, old.plan_hash) == (new.weights_sha256, new.plan_hash)
     result = {

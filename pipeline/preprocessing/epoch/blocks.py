@@ -90,7 +90,7 @@ class BlockReader:
         position = request.position
         self.plan = cut_epoch(fragments, request.seed, position.epoch, request.window_rows, split_rows)
         if position.window > len(self.plan):
-            raise misplaced(request, f"window {position.window} of {len(self.plan)}")
+            raise misplaced(request, f"shuffle block {position.window} of {len(self.plan)}")
         self.to_open = self.to_cut = position.window
         self.open: dict[int, ShuffleBlock] = {}
         self.open_rows = 0

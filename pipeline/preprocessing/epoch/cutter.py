@@ -42,7 +42,7 @@ class BatchCutter:
         self.rows += total
         start, self.skip = self.skip, 0
         if start > total:
-            raise misplaced(self.request, f"row {start} of {total} in window {block.number}")
+            raise misplaced(self.request, f"row {start} of {total} in shuffle block {block.number}")
         batches: Batches = []
         rows = sum(stop - start for _, start, stop in self.pieces)
         while start < total:

@@ -12,7 +12,7 @@ from storage.reader import Fragment
 
 
 class Split(BaseModel, frozen=True):
-    """Row groups that are read, transformed and, if need be, quarantined together."""
+    """A work unit: row groups that are read, transformed and, if need be, quarantined together."""
 
     fragments: tuple[Fragment, ...]
 

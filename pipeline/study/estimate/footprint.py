@@ -93,7 +93,7 @@ def _column(parts: Sequence[Any]) -> Column:
 
 
 def measure_worker_speed(workspace: Workspace, data: DataSpec) -> float:
-    """Returns rows per second of one preprocessing worker, measured on the first windows of an epoch."""
+    """Returns rows per second of one preprocessing worker, measured on the first shuffle blocks of an epoch."""
     config = workspace.config
     window = min(config.preprocessing.shuffle_window_rows, config.preprocessing.split_rows)
     whole = config.preprocessing.model_copy(update={"on_corrupt": "fail"})  # nobody would hear of lost rows
@@ -199,7 +199,7 @@ def count_step_load(
 
 
 def estimate_service_bytes(workspace: Workspace, load: Load) -> int:
-    """Estimates the bytes of rows and batches between storage and ranks: two windows, up to the config's limit."""
+    """Estimates the bytes of rows and batches between storage and ranks: two shuffle blocks, at most the limit."""
     preprocessing = workspace.config.preprocessing
     ahead = 2 * max(preprocessing.shuffle_window_rows, preprocessing.most_workers * preprocessing.split_rows)
     return min(preprocessing.memory, round(2 * ahead * load.sample_bytes))

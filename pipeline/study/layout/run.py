@@ -31,7 +31,7 @@ def measure_steps(workspace: Workspace, name: str, reads: list[ReadRecord]) -> d
         remedy = "Leave out table=, or give the config of that table."
         raise ConfigError("table", f"the table of the config, '{config.name}'", f"'{name}'", remedy)
     if config.features.sources:
-        remedy = "Backfill them with `flows.enrich`, or leave them out of this command's config."
+        remedy = "Materialize them with `flows.enrich`, or leave them out of this command's config."
         raise ConfigError(config.features.sources[0].section, "columns of the table", "a source that is joined", remedy)
     whole = workspace.with_config(load(config, {"features.allow_deprecated": True}))  # they are still read
     reference, data = resolve_dataset(whole, None)

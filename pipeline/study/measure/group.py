@@ -14,7 +14,7 @@ from pipeline.config import RunConfig
 from pipeline.config.files import ROOT
 from pipeline.errors import ContractError, TrainingError
 from pipeline.jobs.training.job import prepare_rows
-from pipeline.jobs.training.rank.model import plan_placement
+from pipeline.jobs.training.rank.model import add_sharding_plan
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
@@ -147,7 +147,7 @@ def _prepare_point(workspace: Workspace, settings: StudyConfig, point: StudyPoin
         seed=settings.seed, plan=plan, study=study, data=data,
     )  # fmt: skip
     uses = {} if data is None else rows.measure_uses(data, training.batch_rows)
-    return ReadyPoint(point, plan_placement(one, uses), data if study.data == "files" else None)
+    return ReadyPoint(point, add_sharding_plan(one, uses), data if study.data == "files" else None)
 
 
 class PointRows:

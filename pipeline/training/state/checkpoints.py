@@ -153,18 +153,18 @@ class StoredCheckpoints(Checkpoints):
                 self._publish(name, Manifest(at=place, files=whole))
 
         try:
-            self._together(name, group, begin)
-            self._together(name, group, write)
-            parts = self._together(name, group, put)
+            self._on_all_ranks(name, group, begin)
+            self._on_all_ranks(name, group, write)
+            parts = self._on_all_ranks(name, group, put)
         except CheckpointError:
             if rank == 0:
                 self._discard(place)
             raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        self._together(name, group, publish)  # if the store fails now, the index may have changed: the files stay
+        self._on_all_ranks(name, group, publish)  # if the store fails now, the index may have changed: the files stay
 
-    def _together(self, name: str, group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
+    def _on_all_ranks(self, name: str, group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
         """Does something on every rank and returns the results by rank. If it fails on one, all raise its error."""
         done: Any = None
         failure: ContractError | None = None

@@ -57,7 +57,7 @@ USAGE = Usage(
 )
 
 
-def catalogue(table: tuple[Warehouse, pa.Schema], usage: Usage = USAGE, profile: pa.Table | None = None) -> list[Entry]:
+def catalog(table: tuple[Warehouse, pa.Schema], usage: Usage = USAGE, profile: pa.Table | None = None) -> list[Entry]:
     warehouse, schema = table
     footers = Footers(warehouse.table("t"), warehouse.current("t"))
     log = [Event(at=NOW, feature="tried", state="beta", by="me"), Event(at=NOW, feature="plan", state="beta", by="me")]
@@ -67,7 +67,7 @@ def catalogue(table: tuple[Warehouse, pa.Schema], usage: Usage = USAGE, profile:
 
 
 def test_candidates_are_unused_empty_or_useless_and_ordered_by_size(table):
-    found = find_candidates(catalogue(table), USAGE, {"key"}, 30, NOW)
+    found = find_candidates(catalog(table), USAGE, {"key"}, 30, NOW)
     assert next(one.name for one in found) == "unread"
     by_name = {one.name: one for one in found}
     assert by_name["unread"].reasons == ("no run of the last 30 days reads it: last read on 2024-04-12",)
@@ -78,7 +78,7 @@ def test_candidates_are_unused_empty_or_useless_and_ordered_by_size(table):
 
 def test_a_feature_is_useless_if_it_was_in_each_of_the_last_measured_runs(table):
     usage = USAGE.model_copy(update={"runs": USAGE.runs[:3]})
-    found = {one.name: one.reasons for one in find_candidates(catalogue(table, usage), usage, (), 30, NOW)}
+    found = {one.name: one.reasons for one in find_candidates(catalog(table, usage), usage, (), 30, NOW)}
     assert found["worthless"] == ("NE rises by at most 0.00020 without it in 2 run(s)",)
     assert "used" not in found
     assert "tried" not in found  # beta
@@ -87,13 +87,13 @@ def test_a_feature_is_useless_if_it_was_in_each_of_the_last_measured_runs(table)
 
 def test_a_feature_is_not_unused_if_nobody_trains_or_it_is_served_or_new(table):
     old = Usage(runs=(run(90, "used"),))
-    assert {one.name for one in find_candidates(catalogue(table, old), old, (), 30, NOW)} == {"null"}
+    assert {one.name for one in find_candidates(catalog(table, old), old, (), 30, NOW)} == {"null"}
     champion = Version(model="m", version=2, aliases=("champion",), columns=frozenset({"unread"}))
     served = USAGE.model_copy(update={"versions": (champion,)})
-    assert "unread" not in {one.name for one in find_candidates(catalogue(table, served), served, (), 30, NOW)}
+    assert "unread" not in {one.name for one in find_candidates(catalog(table, served), served, (), 30, NOW)}
     early = datetime.datetime.combine(DAY, datetime.time(), datetime.UTC) + datetime.timedelta(days=3)
     fresh = Usage(runs=(Run(run_id="1", name="r", at=early, columns=frozenset({"used"})),))
-    assert {one.name for one in find_candidates(catalogue(table, fresh), fresh, (), 30, early)} == {"null"}
+    assert {one.name for one in find_candidates(catalog(table, fresh), fresh, (), 30, early)} == {"null"}
 
 
 def test_an_entry_combines_log_runs_and_profile(table):
@@ -103,7 +103,7 @@ def test_an_entry_combines_log_runs_and_profile(table):
          "distinct": present, "drift": drift}
         for day, present, length, drift in [(days[0], 4, 1.0, None), (days[1], 8, 4.0, 0.25)]
     ]  # fmt: skip
-    found = {one.name: one for one in catalogue(table, profile=pa.Table.from_pylist(rows, PROFILE))}
+    found = {one.name: one for one in catalog(table, profile=pa.Table.from_pylist(rows, PROFILE))}
     assert set(found) == {"used", "null", "unread", "worthless", "tried", "key", "plan"}
     one = found["worthless"]
     assert (one.kind, one.state, one.since, one.runs, one.last_run) == ("id", "active", DAY, 4, "run 1")

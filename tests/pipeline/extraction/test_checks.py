@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.profile import SCHEMA, measure, profiles
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.extraction import extract, intake
+from pipeline.extraction import extract, profiling
 from pipeline.extraction.checks import CheckResult, band, check
 from pipeline.extraction.config import ChecksConfig, Rule
 from pipeline.extraction.plots import day_figure
@@ -93,7 +93,7 @@ def describe(checked: CheckResult) -> list[str]:
 
 
 def test_every_rule_has_a_day_that_breaks_it() -> None:
-    assert set(get_args(Rule)) - {"losses"} == BREAKS.keys(), "losses: see test_losses.py"
+    assert set(get_args(Rule)) - {"losses"} == BREAKS.keys(), "losses: see test_data_loss.py"
 
 
 @pytest.mark.parametrize("rule", BREAKS)
@@ -291,7 +291,7 @@ def test_statistics_lost_between_two_commits_are_measured_by_the_next_ingest(
     again = ingest(rows_of, dense=["price"])
     assert (again.days_written, profiles(warehouse, "events").num_rows) == ((), 48)
     taken = Mock()
-    monkeypatch.setattr(intake, "measure_days", taken)
+    monkeypatch.setattr(profiling, "measure_days", taken)
     ingest(rows_of, dense=["price"])
     taken.assert_not_called()
 
@@ -299,7 +299,7 @@ def test_statistics_lost_between_two_commits_are_measured_by_the_next_ingest(
 def test_days_that_cannot_be_measured(
     ingest: Any, source: Any, warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "measure", Mock(side_effect=duckdb.OutOfMemoryException("Out of Memory Error: all")))
+    monkeypatch.setattr(profiling, "measure", Mock(side_effect=duckdb.OutOfMemoryException("Out of Memory Error: all")))
     with pytest.raises(DataError) as error:
         ingest(source())
     assert str(error.value) == (

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.joined import backfilled
-from pipeline.data.joined.backfilled import note_columns, require_backfilled, written_columns
+from pipeline.data.joined import materialized
+from pipeline.data.joined.materialized import note_columns, require_materialized, written_columns
 from pipeline.data.joined.reader import open_reader
 from pipeline.data.joined.source import pin_sources
 from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
@@ -86,7 +86,7 @@ def on_disk(home: Path) -> set[str]:
     return {str(path) for path in home.rglob("*.parquet")}
 
 
-def test_a_backfill_writes_what_the_reader_joins_and_nothing_else(warehouse):
+def test_a_materialization_writes_what_the_reader_joins_and_nothing_else(warehouse):
     before = warehouse.current("t")
     joined = pin_sources([SOURCE], warehouse.home.parent, warehouse)
     wanted = open_reader(warehouse, before, ["score", "liked"], None, joined)
@@ -166,7 +166,7 @@ enrich((SOURCE,), Warehouse(CONFIG, home), "t", home.parent)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("at", "when"), [(1, "before"), (2, "after"), (3, "before")])
-def test_a_killed_backfill_resumes(at, when, warehouse):
+def test_a_killed_materialization_resumes(at, when, warehouse):
     home, undisturbed = warehouse.home, on_disk(warehouse.home)
     old = read_rows(warehouse, warehouse.current("t"))
     arguments = [sys.executable, "-c", KILL, str(home), str(at), when]
@@ -219,10 +219,10 @@ def refused(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> str:
 
 def test_what_is_refused(warehouse, tmp_path):
     before, there = warehouse.current("t"), on_disk(warehouse.home)
-    with pytest.raises(ConfigError, match=r"features.joined: expected a feature source to backfill from, got none"):
+    with pytest.raises(ConfigError, match=r"features.joined: expected a feature source to materialize from, got none"):
         enrich((), warehouse, "t", tmp_path)
     assert refused(warehouse, start=datetime.date(2026, 1, 1)) == (
-        f"{EmptyDatasetError.__name__}: days to backfill: expected days among 2025-03-01 to 2025-03-04, "
+        f"{EmptyDatasetError.__name__}: days to materialize: expected days among 2025-03-01 to 2025-03-04, "
         "got none from 2026-01-01 to the last. Change start and end."
     )
     pq.write_table(pa.table({"user": [1], "num": [1.0]}), tmp_path / "own.parquet")
@@ -255,7 +255,7 @@ def test_values_of_an_ingest_are_not_overwritten(warehouse):
     rows = day_of(1).append_column("score", pa.array([-1.0] * 230))
     write_days(warehouse, rows, name="t", identity="second")
     assert refused(warehouse) == (
-        "ConfigError: day 2025-03-02 of table 't': expected no values in score, got values that no backfill wrote. "
+        "ConfigError: day 2025-03-02 of table 't': expected no values in score, got values that no materialization wrote. "
         "Set `prefix`, or overwrite them with force=true."
     )
     assert run(warehouse, force=True).days_written == tuple(DAYS[:3])
@@ -288,7 +288,7 @@ def test_a_new_column_leaves_what_a_model_has_learned_of_a_day(warehouse):
 
 
 def test_other_values_of_a_column_are_another_content_of_their_days(warehouse, tmp_path):
-    """A training may have read the earlier values, or the nulls of a day that no backfill had written."""
+    """A training may have read the earlier values, or the nulls of a day that no materialization had written."""
     before = run(warehouse).snapshot
     save_side(tmp_path, 1, seed=7)
     save_side(tmp_path, 3)
@@ -334,8 +334,8 @@ def test_a_feature_source_is_opened_once_for_all_days_that_lack_it(warehouse, tm
     stored = SOURCE.model_copy(update={"stored": True})
     note_columns(warehouse, "t", ["score"])
     opened: list[int] = []
-    pin = backfilled.pin_sources
-    monkeypatch.setattr(backfilled, "pin_sources", lambda *given: opened.append(1) or pin(*given))
-    with pytest.raises(ConfigError, match="no backfill of"):
-        require_backfilled([stored], warehouse, warehouse.current("t"), ["score"], DAYS, tmp_path)
+    pin = materialized.pin_sources
+    monkeypatch.setattr(materialized, "pin_sources", lambda *given: opened.append(1) or pin(*given))
+    with pytest.raises(ConfigError, match="no materialization of"):
+        require_materialized([stored], warehouse, warehouse.current("t"), ["score"], DAYS, tmp_path)
     assert len(opened) == 1

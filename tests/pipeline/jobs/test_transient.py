@@ -31,7 +31,7 @@ PASSING = [
     ConflictError(*WORDS),
     requests.ConnectionError("no route"),
     requests.ReadTimeout("slow"),
-    ServiceUnavailableError("the catalogue restarts"),
+    ServiceUnavailableError("the catalog restarts"),
     OSError("When reading from S3: AWS Error NETWORK_CONNECTION during GetObject"),
     OSError("When reading from S3: AWS Error SLOW_DOWN during GetObject"),
     OSError("When reading from S3: AWS Error UNKNOWN (HTTP status 503) during GetObject"),

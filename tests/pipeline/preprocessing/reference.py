@@ -56,7 +56,7 @@ def transport_of(name: str) -> str:
 
 CONFIG = PreprocessingConfig(shuffle_window_rows=WINDOW_ROWS, split_rows=SPLIT_ROWS, workers=1)
 TIGHT_BYTES = 60_000
-"""About three shuffle windows of the small warehouse: most of the work is still to do while batches are taken."""
+"""About three shuffle blocks of the small warehouse: most of the work is still to do while batches are taken."""
 
 
 def selected(data: DataSpec, name: str) -> DataSpec:

@@ -477,7 +477,7 @@ def test_too_little_memory_is_an_error(executor: str, serve: Serve, tight: dict[
         list(client(source_of(service), data).batches())
     text = str(caught.value)
     assert text.startswith(
-        "preprocessing.memory_bytes: expected room for the rows of a shuffle window and a group of batches, "
+        "preprocessing.memory_bytes: expected room for the rows of a shuffle block and a group of batches, "
         "got 12,000 bytes for 'days', "
     )
     assert text.endswith(" of them in use. Raise it, or lower preprocessing.shuffle_window_rows.")

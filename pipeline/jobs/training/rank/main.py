@@ -18,7 +18,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from pipeline.errors import ContractError, to_wire
 from pipeline.jobs.code_version import read_code
 from pipeline.jobs.training.rank.group import open_event_writer, run_rank, start_group
-from pipeline.jobs.training.rank.model import build_model, keep_batches, measure_uses, open_client, plan_placement
+from pipeline.jobs.training.rank.model import add_sharding_plan, build_model, keep_batches, measure_uses, open_client
 from pipeline.jobs.training.rank.spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
 from pipeline.jobs.training.rank.start import make_restore, open_store
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
@@ -62,7 +62,7 @@ def plan(path: str) -> None:
     logging.disable(logging.WARNING)
     folder = Path(path).parent
     try:
-        placed = plan_placement(spec, measure_uses(spec))
+        placed = add_sharding_plan(spec, measure_uses(spec))
     except ContractError as error:
         write_json(folder / ERROR, to_wire(error))
         raise
@@ -91,7 +91,7 @@ def fit_group(spec: RankSpec, emit: Emit) -> RankSpec:
         return spec
     emit({"event": "warning", "text": f"the cluster has no room for {wanted} ranks: training continues with {there}"})
     spec = spec.model_copy(update={"training": spec.training.model_copy(update={"world_size": there})})
-    plans = [plan_placement(spec, measure_uses(spec)).placement if dist.get_rank() == 0 else None]
+    plans = [add_sharding_plan(spec, measure_uses(spec)).placement if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(plans)
     return spec.model_copy(update={"placement": plans[0]})
 

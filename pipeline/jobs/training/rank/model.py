@@ -77,7 +77,7 @@ def build_unsharded(spec: ModelSpec) -> DLRM:
     return DLRM(spec.model, len(spec.plan.dense), spec.plan.sparse, "meta", kind)
 
 
-def plan_placement(spec: Described, uses: Mapping[str, TableUse]) -> Described:
+def add_sharding_plan(spec: Described, uses: Mapping[str, TableUse]) -> Described:
     """Returns the spec with the sharding plan of its tables. It is made before the ranks start: all use the same.
 
     Raises:

@@ -209,7 +209,7 @@ def computed(workspace: Workspace, prefix: str = "") -> str:
 
 
 @pytest.mark.nightly
-def test_a_backfill_writes_what_is_computed_while_rows_are_read(open_: Open, tmp_path: Path) -> None:
+def test_a_materialization_writes_what_is_computed_while_rows_are_read(open_: Open, tmp_path: Path) -> None:
     """Also into days that come later, and into days that see a late event. No other day is written again."""
     ingest_days(open_(), None, force=False)
     expected, workspace = computed(open_()), open_(stored=True)
@@ -219,17 +219,19 @@ def test_a_backfill_writes_what_is_computed_while_rows_are_read(open_: Open, tmp
     assert workspace.feature_joins() == ()
     draw_events(4, 60, 14, label=np.arange(60) % 2, num=0.5).to_parquet(tmp_path / "rows/4.parquet")
     draw_events(2, 20, 9).to_parquet(tmp_path / "log/2b.parquet")
-    assert ingest_days(workspace, None, force=False)["days_backfilled"] == 1
+    assert ingest_days(workspace, None, force=False)["days_materialized"] == 1
     done = enrich_days(workspace, None, None, force=False)
     assert (done["days_written"], done["days_skipped"]) == (2, 2)
     assert computed(workspace) == computed(open_(prefix="new_"), "new_") != expected
 
 
 @pytest.mark.nightly
-def test_days_without_a_backfill_are_not_read_as_days_without_events(open_: Open) -> None:
+def test_days_without_a_materialization_are_not_read_as_days_without_events(open_: Open) -> None:
     ingest_days(open_(), None, force=False)
     enrich_days(open_(stored=True), datetime.date(2024, 1, 2), None, force=False)
-    with pytest.raises(ConfigError, match=r"features\.histories 'watched' \(stored\): .* no backfill of 2024-01-01"):
+    with pytest.raises(
+        ConfigError, match=r"features\.histories 'watched' \(stored\): .* no materialization of 2024-01-01"
+    ):
         pin(open_(stored=True))
 
 

@@ -1,4 +1,4 @@
-"""Days from their ingest to the training: open days, and days without backfilled columns."""
+"""Days from their ingest to the training: open days, and days without materialized columns."""
 
 import datetime
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ import pytest
 
 from pipeline.catalog.events import newest_events, read_events
 from pipeline.config import load
-from pipeline.data.day_notes import backfilled_columns, open_days
-from pipeline.data.joined.backfilled import written_columns
+from pipeline.data.day_notes import materialized_columns, open_days
+from pipeline.data.joined.materialized import written_columns
 from pipeline.errors import ConfigError
 from pipeline.jobs.ingest.ingest import enrich_days, ingest_days
 from pipeline.jobs.training.job import resolve_dataset
@@ -104,7 +104,7 @@ def test_an_open_day_is_trained_on_only_if_the_config_says_so(tmp_path: Path) ->
     assert before["train"].selection.days == tuple(DAYS[:3]), "the day was open in that snapshot"
 
 
-# Backfilled columns
+# Materialized columns
 
 
 @pytest.mark.nightly
@@ -117,8 +117,8 @@ def test_days_that_lack_a_stored_column_are_refused_until_it_is_back_filled(tmp_
     with pytest.raises(ConfigError) as error:
         resolve_dataset(stored, None)
     assert str(error.value) == (
-        f"features.joined '{tmp_path}/side/*.parquet' (stored): expected score backfilled into each day, got no "
-        "backfill of 2 days, the first is 2025-03-03. Run `python -m flows.enrich` with this config."
+        f"features.joined '{tmp_path}/side/*.parquet' (stored): expected score materialized in each day, got no "
+        "materialization of 2 days, the first is 2025-03-03. Run `python -m flows.enrich` with this config."
     )
     enrich_days(stored, None, None, False)
     resolve_dataset(stored, None)
@@ -127,7 +127,7 @@ def test_days_that_lack_a_stored_column_are_refused_until_it_is_back_filled(tmp_
     resolve_dataset(stored, None)  # the feature source has passed that day without a row
     (tmp_path / "side" / "2025-03-04.parquet").unlink()
     ingest_days(plain, DAYS[3], True)
-    with pytest.raises(ConfigError, match="got no backfill of 2025-03-04"):
+    with pytest.raises(ConfigError, match="got no materialization of 2025-03-04"):
         resolve_dataset(stored, None)  # its rows may still come
 
 
@@ -137,21 +137,21 @@ def test_an_ingest_back_fills_the_days_it_writes(tmp_path: Path) -> None:
         put_day(tmp_path, number)
     stored = workspace(tmp_path, stored=True)
     first = ingest_days(stored, None, False)
-    assert (first["days_written"], first["days_backfilled"]) == (2, 2)
+    assert (first["days_written"], first["days_materialized"]) == (2, 2)
     assert newest_events(read_events(stored.warehouse, "beta"))["score"].state == "beta"
     assert scores(stored.warehouse) == {DAYS[0]: {0.0}, DAYS[1]: {1.0}}
     put_day(tmp_path, 2, side=False)
     late = ingest_days(stored, None, False)
-    assert (late["days_written"], late["days_backfilled"]) == (2, 1), "day 2 is new, and day 1 has closed"
+    assert (late["days_written"], late["days_materialized"]) == (2, 1), "day 2 is new, and day 1 has closed"
     assert scores(stored.warehouse)[DAYS[2]] == {None}
     put_day(tmp_path, 2)
     again = ingest_days(stored, DAYS[2], False)
-    assert (again["days_written"], again["days_backfilled"]) == (1, 1)
+    assert (again["days_written"], again["days_materialized"]) == (1, 1)
     before = stored.warehouse.current("beta")
     assert ingest_days(stored, None, False)["status"] == "skipped"
     assert stored.warehouse.current("beta") == before
     assert scores(stored.warehouse) == {day: {float(number)} for number, day in enumerate(DAYS[:3])}
-    assert open_days(stored.warehouse, before) == {DAYS[2]}, "a backfill keeps the day's note"
+    assert open_days(stored.warehouse, before) == {DAYS[2]}, "a materialization keeps the day's note"
 
 
 @pytest.mark.nightly
@@ -163,12 +163,12 @@ def test_an_ingest_leaves_days_from_before_the_source_was_stored_to_enrich(tmp_p
     enrich_days(stored, DAYS[2], None, False)
     put_day(tmp_path, 3, side=False)
     late = ingest_days(stored, None, False)
-    assert (late["days_written"], late["days_backfilled"]) == (2, 1), "day 3 is new, and day 2 has closed"
+    assert (late["days_written"], late["days_materialized"]) == (2, 1), "day 3 is new, and day 2 has closed"
     assert scores(stored.warehouse) == {DAYS[0]: {None}, DAYS[1]: {None}, DAYS[2]: {2.0}, DAYS[3]: {None}}
     side = pa.table({"day": [DAYS[3]] * 10, "user": np.arange(10), "score": np.arange(10) + 300.0})
     pq.write_table(side, tmp_path / "side" / f"{DAYS[3]}.parquet")
     again = ingest_days(stored, None, False)
-    assert (again["days_written"], again["days_backfilled"]) == (0, 1), "day 3 was to be backfilled"
+    assert (again["days_written"], again["days_materialized"]) == (0, 1), "day 3 was to be materialized"
     assert scores(stored.warehouse) == {DAYS[0]: {None}, DAYS[1]: {None}, DAYS[2]: {2.0}, DAYS[3]: {3.0}}
 
 
@@ -181,7 +181,7 @@ def test_a_held_day_is_written_once_the_config_names_its_feature_source(tmp_path
     put_day(tmp_path, 0, rows=42)
     assert [ingest_days(plain, None, False)["held"] for _ in range(2)] == [["2025-03-01"]] * 2
     found = ingest_days(joined, None, False)
-    assert (found["days_written"], found["days_backfilled"], found["held"]) == (1, 1, [])
+    assert (found["days_written"], found["days_materialized"], found["held"]) == (1, 1, [])
     assert plain.warehouse.day_rows(plain.warehouse.current("beta_held")) == {}
 
 
@@ -199,10 +199,12 @@ def test_a_day_that_would_lose_back_filled_columns_is_held(tmp_path: Path) -> No
     assert (finding["column"], finding["got"]) == ("score", "no feature source for them in features.joined")
     assert scores(plain.warehouse)[DAYS[0]] == {0.0}
     trial = ingest_days(workspace(tmp_path, stored=False), None, True)
-    assert (trial["days_written"], trial["days_backfilled"]) == (2, 2), "a config that names the source fills it again"
+    assert (trial["days_written"], trial["days_materialized"]) == (2, 2), (
+        "a config that names the source fills it again"
+    )
     assert scores(plain.warehouse) == {DAYS[0]: {0.0}, DAYS[1]: {1.0}}
     assert ingest_days(plain, None, True)["held"] == []
-    assert backfilled_columns(plain.warehouse, plain.warehouse.current("beta")) == {DAYS[0]: set(), DAYS[1]: set()}
+    assert materialized_columns(plain.warehouse, plain.warehouse.current("beta")) == {DAYS[0]: set(), DAYS[1]: set()}
 
 
 def test_a_lost_feature_source_holds_the_days_that_need_it(tmp_path: Path) -> None:

@@ -51,5 +51,5 @@ def test_every_position_has_the_rest(batch_rows: int) -> None:
 
 
 def test_a_position_behind_the_last_row() -> None:
-    with pytest.raises(DataError, match=r"got row 26 of 25 in window 0\. The checkpoint is of other data"):
+    with pytest.raises(DataError, match=r"got row 26 of 25 in shuffle block 0\. The checkpoint is of other data"):
         cut(Position(window=0, row=26))

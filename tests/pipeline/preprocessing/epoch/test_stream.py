@@ -416,11 +416,11 @@ def test_a_position_at_the_end_has_nothing_left() -> None:
 def test_a_position_in_other_data_is_refused() -> None:
     """A rank would wait for ever for a window that is never read, and miss rows that seem to be delivered."""
     with pytest.raises(
-        DataError, match=r"^position in dataset '.*': expected one in its rows, got window 99 of 4\. The"
+        DataError, match=r"^position in dataset '.*': expected one in its rows, got shuffle block 99 of 4\. The"
     ):
         Drive([30] * 4, 0, position=Position(epoch=1, batches=3, window=99))
     drive = Drive([30] * 4, 0, position=Position(window=3, row=31))
-    with pytest.raises(DataError, match=r"got row 31 of 30 in window 3\. The checkpoint is of other data"):
+    with pytest.raises(DataError, match=r"got row 31 of 30 in shuffle block 3\. The checkpoint is of other data"):
         drive.run()
 
 

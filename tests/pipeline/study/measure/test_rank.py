@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.config import DLRMConfig
-from pipeline.jobs.training.rank.model import build_model, plan_placement
+from pipeline.jobs.training.rank.model import add_sharding_plan, build_model
 from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.service import Service
@@ -155,7 +155,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     }  # fmt: skip
     tasks = [a_task(key, world_size=2, **settings) for key, settings in ways.items()]
     tasks.insert(1, a_task("bad", Workload(dense_features=0, sparse_features=1), world_size=2))
-    tasks = [plan_placement(task, {}) if task.key == "synchronous" else task for task in tasks]
+    tasks = [add_sharding_plan(task, {}) if task.key == "synchronous" else task for task in tasks]
     spec = MeasureSpec(training=tasks[0].training, tasks=tuple(tasks), folder=str(tmp_path))
     events: list[Event] = []
     run_ranks("pipeline.study.measure.rank", spec, tmp_path, 2, 1, Limits(deadline_seconds=200), events.append, ROOT)

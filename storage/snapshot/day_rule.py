@@ -1,4 +1,4 @@
-"""Tells the day of rows, whoever wrote them: from a partition, from the bounds of a file, or row by row."""
+"""How the rows of a table tell their day: by a partition, by the bounds of a file, or row by row."""
 
 import datetime
 import re

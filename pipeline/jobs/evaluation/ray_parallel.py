@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, TrainingError
 from pipeline.jobs.console import one_line
-from pipeline.jobs.evaluation.portion import Comparison, PortionScorer, PortionSums
+from pipeline.jobs.evaluation.scorers import Comparison, PortionScorer, PortionSums
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.ray_executor import count_room, join_cluster

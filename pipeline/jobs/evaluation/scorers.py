@@ -1,4 +1,4 @@
-"""Scores one portion of the evaluation rows."""
+"""Scores raw evaluation rows with the new model and the champion, a portion of the rows at a time."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence

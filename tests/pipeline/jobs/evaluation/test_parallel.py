@@ -19,9 +19,9 @@ from pipeline.config import load
 from pipeline.errors import ConfigError, ContractError, DataError, TrainingError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import Evaluation
-from pipeline.jobs.evaluation import portions
-from pipeline.jobs.evaluation.portion import Comparison, RowScorer
-from pipeline.jobs.evaluation.portions import evaluate_portions
+from pipeline.jobs.evaluation import parallel
+from pipeline.jobs.evaluation.parallel import evaluate_portions
+from pipeline.jobs.evaluation.scorers import Comparison, RowScorer
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
@@ -72,7 +72,7 @@ def cluster() -> Iterator[Any]:
 
     patch = pytest.MonkeyPatch()
     patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    patch.setattr(portions, "LEAST_CLUSTER_VALUES", 1)
+    patch.setattr(parallel, "LEAST_CLUSTER_VALUES", 1)
     store = {"object_store_memory": 128 << 20}
     made = Cluster(
         initialize_head=True,

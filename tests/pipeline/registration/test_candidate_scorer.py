@@ -8,9 +8,9 @@ import pytest
 
 from models.config import DLRMConfig
 from pipeline.errors import InputError
+from pipeline.registration.candidate_scorer import CandidateScorer
 from pipeline.registration.register import pack
 from pipeline.registration.scorer import LoadedModel
-from pipeline.registration.sides import TwoSides
 from pipeline.transforms.plan.plan import Plan
 from pipeline.transforms.schema import FeatureSchema
 
@@ -55,18 +55,19 @@ def whole(user: dict, items: list[dict]) -> dict[str, list]:
 
 def test_candidates_score_like_whole_rows(loaded):
     expected = loaded.probabilities(whole(USER, ITEMS))
-    ranking = TwoSides(loaded).rank(USER, ITEMS)
+    ranking = CandidateScorer(loaded).rank(USER, ITEMS)
     assert np.abs(ranking.probabilities - expected).max() < 1e-7
     assert expected.std() > 1e-3
     assert ranking.rows.select(loaded.columns).equals(loaded.table_of(whole(USER, ITEMS)))
     columns = {name: [item[name] for item in ITEMS] for name in ITEMS[0]}
-    assert TwoSides(loaded).rank(USER, columns).probabilities.tolist() == ranking.probabilities.tolist()
+    assert CandidateScorer(loaded).rank(USER, columns).probabilities.tolist() == ranking.probabilities.tolist()
 
 
 def test_many_candidates_score_like_whole_rows(loaded):
     items = ITEMS * 3_000
     assert (
-        np.abs(TwoSides(loaded).rank(USER, items).probabilities - loaded.probabilities(whole(USER, items))).max() < 1e-7
+        np.abs(CandidateScorer(loaded).rank(USER, items).probabilities - loaded.probabilities(whole(USER, items))).max()
+        < 1e-7
     )
 
 
@@ -79,19 +80,19 @@ def test_the_users_features_are_made_of_one_row(loaded, monkeypatch):
         return apply(plan, rows, *rest)
 
     monkeypatch.setattr(Plan, "apply", noting)
-    TwoSides(loaded).rank(USER, ITEMS)
+    CandidateScorer(loaded).rank(USER, ITEMS)
     assert {name for name, rows in made.items() if rows == 1} == {"age", "user", "country", "seen"}
     assert {name for name, rows in made.items() if rows == 3} == {"price", "item", "category", "pair"}
 
 
 def test_defaults_and_columns_on_either_side(loaded):
     user = {name: value for name, value in USER.items() if name != "age"}
-    sides = TwoSides(loaded)
+    scorer = CandidateScorer(loaded)
     expected = loaded.probabilities(whole(user | {"age": 40.0}, ITEMS))
-    assert np.abs(sides.rank(user | {"unused": 1}, ITEMS).probabilities - expected).max() < 1e-7
+    assert np.abs(scorer.rank(user | {"unused": 1}, ITEMS).probabilities - expected).max() < 1e-7
     rows = [user | item for item in ITEMS]
-    assert sides.rank({}, rows).probabilities.tolist() == loaded.probabilities(whole(user, ITEMS)).tolist()
-    assert sides.rank(USER, []).probabilities.tolist() == []
+    assert scorer.rank({}, rows).probabilities.tolist() == loaded.probabilities(whole(user, ITEMS)).tolist()
+    assert scorer.rank(USER, []).probabilities.tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -108,5 +109,5 @@ def test_defaults_and_columns_on_either_side(loaded):
 )  # fmt: skip
 def test_what_is_refused(loaded, user, items, sentence):
     with pytest.raises(InputError) as caught:
-        TwoSides(loaded).rank(user, items)
+        CandidateScorer(loaded).rank(user, items)
     assert str(caught.value).startswith(sentence)

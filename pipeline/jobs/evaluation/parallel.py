@@ -10,7 +10,7 @@ from contextlib import closing
 from pipeline.data.selection import require_row_count
 from pipeline.evaluation.evaluate import Evaluation, OrderedMerge
 from pipeline.jobs.console import Progress
-from pipeline.jobs.evaluation.portion import Comparison, PortionScorer, PortionSums, score_portion
+from pipeline.jobs.evaluation.scorers import Comparison, PortionScorer, PortionSums, score_portion
 from pipeline.jobs.workspace import Workspace
 from pipeline.processes.process import die_with_parent
 from storage.reader import Fragment
@@ -35,7 +35,7 @@ def evaluate_portions(
     portions = [fragments[start : start + size] for start in range(0, len(fragments), size)]
     values = total * len(comparison.spec.plan.columns)
     if workspace.config.uses_cluster and values >= LEAST_CLUSTER_VALUES:
-        from pipeline.jobs.evaluation.ray_portions import score_on_cluster  # Ray is an extra
+        from pipeline.jobs.evaluation.ray_parallel import score_on_cluster  # Ray is an extra
 
         scored = score_on_cluster(workspace, comparison, portions)
     else:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeline.data.day_notes import DayNote, InputFiles, backfilled_columns, day_notes
+from pipeline.data.day_notes import DayNote, InputFiles, day_notes, materialized_columns
 from pipeline.data.profile import profile_name, profiles
 from pipeline.extraction.checks import Columns
 from pipeline.extraction.config import ChecksConfig
@@ -14,7 +14,7 @@ from pipeline.extraction.days import SourceDay
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 
-Loss = tuple[str, str, str | None]
+DataLoss = tuple[str, str, str | None]
 """What was expected, what was found, and the column, or None if the loss is not of a column."""
 NAMED = 3
 """Most missing files that are named."""
@@ -29,8 +29,8 @@ class StoredDay:
     """None: another engine wrote the day."""
     columns: Columns
     """Stored statistics of these rows. Empty if there are none."""
-    backfilled: frozenset[str]
-    """Columns that a backfill has written."""
+    materialized: frozenset[str]
+    """Columns that a materialization has written."""
 
 
 def read_stored_days(
@@ -41,13 +41,13 @@ def read_stored_days(
         return {}
     snapshot = warehouse.current(table)
     rows = warehouse.day_rows(snapshot)
-    notes, backfilled = day_notes(warehouse, snapshot), backfilled_columns(warehouse, snapshot)
+    notes, materialized = day_notes(warehouse, snapshot), materialized_columns(warehouse, snapshot)
     return {
         day: StoredDay(
             rows=rows[day],
             note=notes.get(day),
             columns={},
-            backfilled=frozenset(backfilled.get(day, ())),
+            materialized=frozenset(materialized.get(day, ())),
         )
         for day in days
         if rows.get(day)
@@ -66,12 +66,12 @@ def find_losses(
     day: SourceDay,
     stored: StoredDay,
     new: Columns | None,
-    refillable: Collection[str],
+    fillable: Collection[str],
     config: ChecksConfig,
     label: str | None,
     generated: bool,
     there: tuple[Collection[str], Collection[str]],
-) -> Iterator[Loss]:
+) -> Iterator[DataLoss]:
     """Yields what a day would lose.
 
     Quarantined rows do not count as a loss, because the quarantine table has them and their share is limited. If the
@@ -79,12 +79,12 @@ def find_losses(
 
     Args:
         new: Statistics of the rows to write. None: they were not measured.
-        refillable: Columns that can be backfilled again.
+        fillable: Columns that can be materialized again.
         generated: Whether the logs are generated. They lose nothing, because the config decides their content.
         there: Names of all files of the source, and of its outcome log. Under another config a day may need fewer.
     """
-    for name in sorted(stored.backfilled.difference(refillable)):
-        yield "backfilled values, as in the table", "no feature source for them in features.joined", name
+    for name in sorted(stored.materialized.difference(fillable)):
+        yield "materialized values, as in the table", "no feature source for them in features.joined", name
     if generated:
         return
     if stored.note is not None and stored.note.definition not in ("", day.note.definition):
@@ -115,7 +115,7 @@ def find_losses(
             yield f"values in {share:.1%} of the rows, as in the table", f"{got:.1%}", name
 
 
-def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[Loss]:
+def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[DataLoss]:
     if now.count < before.count:
         gone = before.names_missing_in(now)
         yield (
@@ -125,7 +125,7 @@ def _lost_files(kind: str, before: InputFiles, now: InputFiles) -> Iterator[Loss
         )
 
 
-def _gone_files(kind: str, before: InputFiles, there: Collection[str]) -> Iterator[Loss]:
+def _gone_files(kind: str, before: InputFiles, there: Collection[str]) -> Iterator[DataLoss]:
     gone = [name for name, _, _ in before.stamps if name not in there]
     if gone:
         yield f"the {kind}files that the table got the day from", f"a source without {_list(gone)}", None

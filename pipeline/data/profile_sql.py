@@ -1,7 +1,8 @@
-"""SQL for statistics of many columns at once, among them keys of maps.
+"""SQL for the statistics of a profile, of many columns at once and of keys of maps.
 
-Values of columns are stacked: a row for each row and column, with the column's number. Aggregates by number are planned
-once. Those of fifty columns side by side are planned fifty times, which took forty times as long on a small day.
+Values of columns are stacked, as in pandas: a row for each row and column, with the column's number. Aggregates by
+number are planned once. Those of fifty columns side by side are planned fifty times, which took forty times as long on
+a small day.
 """
 
 import re

@@ -37,7 +37,7 @@ Losses = Callable[[datetime.date, Columns | None], list[CheckFinding]]
 
 
 @dataclass(frozen=True)
-class Intake:
+class CheckedProfile:
     """Statistics of new days and the result of their checks, before any is written."""
 
     profile: pa.Table
@@ -49,7 +49,7 @@ def held_back_name(table: str) -> str:
     return f"{table}_{HELD}"
 
 
-def inspect(
+def profile_days(
     connection: duckdb.DuckDBPyConnection,
     rows: str,
     counts: Mapping[datetime.date, int],
@@ -61,7 +61,7 @@ def inspect(
     warn: Warn,
     strict: Sequence[Rule],
     losses: Losses,
-) -> Intake | None:
+) -> CheckedProfile | None:
     """Measures new days and checks them against the rules. Nothing is written.
 
     Args:
@@ -96,18 +96,20 @@ def inspect(
     duplicates = count_duplicates(connection, rows, config.key or "") if by_key else {}
     lost = {day: losses(day, columns_of_day(rows_of_day(measured, day))) for day in counts}
     profile, checked = check(measured, earlier, config, label, duplicates, lost)
-    return Intake(profile, checked)
+    return CheckedProfile(profile, checked)
 
 
-def store_profile(warehouse: Warehouse, table: str, intake: Intake | None, days: Mapping[datetime.date, str]) -> None:
+def store_profile(
+    warehouse: Warehouse, table: str, profiled: CheckedProfile | None, days: Mapping[datetime.date, str]
+) -> None:
     """Stores the statistics of days that were written, or drops those of older rows if there are none.
 
     Args:
         days: Day -> identity of what was written.
     """
-    if intake is not None:
+    if profiled is not None:
         wanted = pa.array(list(days), pa.date32())
-        rows = intake.profile.filter(pa.compute.is_in(intake.profile[DAY], wanted))
+        rows = profiled.profile.filter(pa.compute.is_in(profiled.profile[DAY], wanted))
         store(warehouse, table, rows, days)
     elif warehouse.has_table(profile_name(table)):
         store(warehouse, table, SCHEMA.empty_table(), days)
@@ -125,7 +127,7 @@ def repair_profile(
 
     Args:
         unchanged: Day of the table -> identity of what was written.
-        numbers, warn: As in `inspect`.
+        numbers, warn: As in `profile_days`.
     """
     name = profile_name(table)
     known = warehouse.day_identities(name) if warehouse.has_table(name) else {}

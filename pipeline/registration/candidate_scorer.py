@@ -18,8 +18,8 @@ REMEDY = 'Send {"user": {column: value}, "candidates": [{column: value}, ...]}.'
 MOST_SPLITS = 64
 
 
-class Side(NamedTuple):
-    """Some features of a model, with their places among all of them."""
+class FeatureSubset(NamedTuple):
+    """Some features of a model, with their positions among all of them."""
 
     plan: Plan
     dense: list[int]
@@ -42,12 +42,12 @@ class Ranking(NamedTuple):
         return _beside(self.candidates, self.user)
 
 
-class TwoSides:
-    """Scores candidates with one model."""
+class CandidateScorer:
+    """Scores the candidates of a user with one model."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
-        self.splits: dict[frozenset[str], tuple[Side, Side]] = {}
+        self.splits: dict[frozenset[str], tuple[FeatureSubset, FeatureSubset]] = {}
         """By the user's columns. Callers of one server hardly differ in them."""
 
     def rank(self, user: Any, candidates: Any) -> Ranking:
@@ -94,35 +94,40 @@ class TwoSides:
             if len(self.splits) >= MOST_SPLITS:
                 self.splits.clear()
             self.splits[own] = self._split(own)
-        theirs, others = self.splits[own]
-        dense_1D, vectors_1FE = self.loaded.pool(theirs.plan, user)
-        rows = _beside(rows, user.select([name for name in others.columns if name in user.column_names]))
+        user_side, candidate_side = self.splits[own]
+        dense_1D, vectors_1FE = self.loaded.pool(user_side.plan, user)
+        rows = _beside(rows, user.select([name for name in candidate_side.columns if name in user.column_names]))
         return np.concatenate(
             [
-                self._score_batch(theirs, dense_1D, vectors_1FE, others, rows.slice(start, BATCH_ROWS))
+                self._score_batch(user_side, dense_1D, vectors_1FE, candidate_side, rows.slice(start, BATCH_ROWS))
                 for start in range(0, rows.num_rows, BATCH_ROWS)
             ]
         )
 
     def _score_batch(
-        self, theirs: Side, dense_1D: torch.Tensor, vectors_1FE: torch.Tensor, others: Side, rows: pa.Table
+        self,
+        user_side: FeatureSubset,
+        dense_1D: torch.Tensor,
+        vectors_1FE: torch.Tensor,
+        candidate_side: FeatureSubset,
+        rows: pa.Table,
     ) -> npt.NDArray[np.float64]:
-        dense_BD, vectors_BFE = self.loaded.pool(others.plan, rows)
+        dense_BD, vectors_BFE = self.loaded.pool(candidate_side.plan, rows)
         plan = self.loaded.plan
         dense = torch.empty(rows.num_rows, len(plan.dense))
         vectors = torch.empty(rows.num_rows, len(plan.sparse), self.loaded.width)
-        dense[:, theirs.dense], dense[:, others.dense] = dense_1D, dense_BD
-        vectors[:, theirs.sparse], vectors[:, others.sparse] = vectors_1FE, vectors_BFE
+        dense[:, user_side.dense], dense[:, candidate_side.dense] = dense_1D, dense_BD
+        vectors[:, user_side.sparse], vectors[:, candidate_side.sparse] = vectors_1FE, vectors_BFE
         return self.loaded.score_parts(dense, vectors)
 
-    def _split(self, own: frozenset[str]) -> tuple[Side, Side]:
-        """Returns the features that are made of the user's columns alone, and all others."""
+    def _split(self, own: frozenset[str]) -> tuple[FeatureSubset, FeatureSubset]:
+        """Returns the features made of the user's columns alone, and all other features."""
         plan = self.loaded.plan
         known = own | {*plan.absent}
         alone = {name for name in plan.features if plan.columns_of(name) <= known}
-        return self._side(alone), self._side({*plan.features} - alone)
+        return self._subset(alone), self._subset({*plan.features} - alone)
 
-    def _side(self, names: set[str]) -> Side:
+    def _subset(self, names: set[str]) -> FeatureSubset:
         plan = self.loaded.plan
         dense = [place for place, name in enumerate(plan.dense) if name in names]
         sparse = [place for place, feature in enumerate(plan.sparse) if feature.name in names]
@@ -133,7 +138,7 @@ class TwoSides:
             }
         )
         read = {column for name in names for column in plan.columns_of(name)}
-        return Side(part, dense, sparse, [name for name in plan.columns if name in read])
+        return FeatureSubset(part, dense, sparse, [name for name in plan.columns if name in read])
 
 
 def _beside(rows: pa.Table, user: pa.Table) -> pa.Table:

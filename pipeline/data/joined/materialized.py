@@ -1,10 +1,10 @@
-"""Lists the columns that backfills have written into a table, and checks that days have them before they are read."""
+"""Lists the columns that were materialized in a table, and checks that days have them before they are read."""
 
 import datetime
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from pipeline.data.day_notes import backfilled_columns
+from pipeline.data.day_notes import materialized_columns
 from pipeline.data.joined.source import FeatureSource, pin_sources
 from pipeline.errors import ConfigError, ContractError
 from pipeline.transforms.joins import AnySource
@@ -12,23 +12,23 @@ from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
 COLUMN = "dlrm.joined.column."
-"""Prefix of a property for each column that a backfill has written. Two writers that add one each keep both."""
+"""Prefix of a property for each materialized column. Two writers that add one each keep both."""
 
 
 def written_columns(warehouse: Warehouse, table: str) -> set[str]:
-    """Returns the columns that backfills have written, into some days or all."""
+    """Returns the columns that were materialized, in some days or all."""
     properties = warehouse.table(table).properties
     return {key.removeprefix(COLUMN) for key in properties if key.startswith(COLUMN)}
 
 
 def note_columns(warehouse: Warehouse, table: str, names: Iterable[str]) -> None:
-    """Notes columns as written by backfills, in one commit."""
+    """Notes columns as materialized, in one commit."""
     new = sorted(set(names) - written_columns(warehouse, table))
     if new:
         warehouse.set_properties(table, {f"{COLUMN}{name}": "1" for name in new})
 
 
-def require_backfilled(
+def require_materialized(
     joined: Sequence[AnySource],
     warehouse: Warehouse,
     snapshot: SnapshotRef,
@@ -36,7 +36,7 @@ def require_backfilled(
     days: Collection[datetime.date],
     root: Path,
 ) -> None:
-    """Refuses days without a backfill of the stored columns to read.
+    """Refuses days in which the stored columns to read are not materialized.
 
     Their values would all be null. That is allowed only on a day without rows in a feature source that has later days.
 
@@ -49,7 +49,7 @@ def require_backfilled(
     """
     stored = [source for source in joined if source.stored]
     written = written_columns(warehouse, snapshot.table) if stored else set()
-    noted = backfilled_columns(warehouse, snapshot) if written else {}
+    noted = materialized_columns(warehouse, snapshot) if written else {}
     for source in stored:
         read = [name for name in columns if name in written and source.may_add(name)]
         missing = sorted(day for day in days if not noted.get(day, set()).issuperset(read))
@@ -58,8 +58,8 @@ def require_backfilled(
         if missing:
             span = f"{missing[0]}" if len(missing) == 1 else f"{len(missing)} days, the first is {missing[0]}"
             raise ConfigError(
-                f"{source.place} (stored)", f"{', '.join(read)} backfilled into each day",
-                f"no backfill of {span}", "Run `python -m flows.enrich` with this config.",
+                f"{source.place} (stored)", f"{', '.join(read)} materialized in each day",
+                f"no materialization of {span}", "Run `python -m flows.enrich` with this config.",
             )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Finds the rows of data files that a read of one day leaves out: deleted ones, and those of other days."""
+"""Rows of data files that a read of one day skips: deleted ones, and those of other days."""
 
 import datetime
 from collections.abc import Callable, Hashable, Mapping
@@ -15,7 +15,7 @@ from pyiceberg.table import Table
 from pyiceberg.types import NestedField
 
 from storage.errors import CorruptFileError
-from storage.snapshot.dating import EPOCH, DayNumbers, DayRule
+from storage.snapshot.day_rule import EPOCH, DayNumbers, DayRule
 from storage.snapshot.deletes import DeletedValues, Positions, find_equal, read_positions
 from storage.snapshot.parquet import StoredColumns, reading
 
@@ -72,8 +72,8 @@ def _size_of(value: Any) -> int:
     return int(value.nbytes)
 
 
-class LeftOut:
-    """Finds the rows of a table's data files that are left out.
+class RowExclusions:
+    """Rows that a read skips: deleted ones and rows of other days.
 
     Args:
         table: The table.

@@ -14,7 +14,7 @@ ELSEWHERE = {"characterize": "Only dlrm characterize and dlrm estimate read it. 
 
 
 def explain(where: str, error: ValidationError, root: type[BaseModel]) -> ConfigError:
-    """The first complaint as one sentence; the number of the others is added."""
+    """Returns the first problem as one sentence, with the number of further problems."""
     problems = [problem for problem in error.errors() if not (problem["type"] == "too_short" and problem["input"])]
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])  # often a typo
     key = ".".join(str(part) for part in first["loc"])
@@ -45,7 +45,7 @@ def explain(where: str, error: ValidationError, root: type[BaseModel]) -> Config
     if first["type"] == "too_short":
         return ConfigError(f"{where}, key '{key}'", "at least one entry", f"none{more}", "Add one.")
     choices = [problem for problem in problems if _same_value(problem, first, root)]
-    if len(choices) > 1:  # a value of several types is one complaint for each of them
+    if len(choices) > 1:  # a value of several types is one problem for each of them
         key = ".".join(str(part) for part in first["loc"][:-1])
         more = f" ({len(problems) - len(choices)} more)" if len(problems) > len(choices) else ""
     words = [problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ") for problem in choices]
@@ -62,7 +62,7 @@ def _is_private(path: tuple[int | str, ...]) -> bool:
 
 
 def _same_value(problem: Any, other: Any, root: type[BaseModel]) -> bool:
-    """Whether two complaints are about one value that may be of several types: each ends in the name of a type."""
+    """Whether two problems are about one value that may be of several types: each ends in the name of a type."""
     if problem is other:
         return True
     (*path, name), (*others, last) = problem["loc"], other["loc"]
@@ -71,7 +71,7 @@ def _same_value(problem: Any, other: Any, root: type[BaseModel]) -> bool:
 
 
 def _known_keys(path: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
-    """Keys of the section that a complaint's path leads to; none where it leads elsewhere."""
+    """Keys of the section that a problem's path leads to; none where it leads elsewhere."""
     models: list[type[BaseModel]] = [root]
     for part in path:
         if isinstance(part, str):
