@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.errors import ConfigError
 from pipeline.jobs.ingest.ingest import ingest
 from pipeline.jobs.training.job import PLANS, resolve_job
+from storage.errors import StorageError
 from tests.homes import open_smoke
 
 SMALL = {"source.generator.rows_per_day": 100}
@@ -27,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def refusal(overrides: dict[str, Any], snapshot_id: int | None = None) -> str:
-    with pytest.raises((ConfigError, EmptyDatasetError)) as error:
+    with pytest.raises((ConfigError, StorageError)) as error:
         resolve_job(open_smoke(SMALL | overrides), snapshot_id, force=False)
     return str(error.value)
 
