@@ -13,6 +13,7 @@ import yaml
 
 from flows.consistency import consistency
 from flows.end_to_end import end_to_end
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse, WarehouseConfig
 
 START = datetime.datetime(2025, 3, 1)
@@ -90,7 +91,7 @@ def test_late_events_show_in_served_rows_and_in_features_computed_again(samples,
 
     def write_log(seconds: np.ndarray, tag: str) -> None:
         log = events(seconds)
-        warehouse.replace_days("log", {START.date(): tag}, log.schema, log.to_batches(), len(log))
+        replace_days(warehouse, "log", {START.date(): tag}, log.schema, log.to_batches(), len(log))
 
     write_log(known, "a")
     config = write_config(tmp_path, table="log")

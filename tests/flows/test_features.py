@@ -17,6 +17,7 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.registration.request import columns_of
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.versions import download_packed
+from storage.snapshot.writing import replace_days
 
 CONFIG = "configs/smoke.yaml"
 
@@ -135,7 +136,7 @@ def test_a_missing_or_retyped_feature_is_named_with_its_snapshot(command, small)
     assert "columns of table 'smoke'" in result["error"]  # the source's prices are still numbers
     day = datetime.date(2025, 2, 1)
     rows = pa.table({"day": pa.array([day], pa.date32()), "num_price": ["free"]})
-    newer = warehouse.replace_days("smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
+    newer = replace_days(warehouse, "smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
     code, result, _ = command(train, CONFIG, home=small)
     assert (code, result["error"]) == (
         1, f"column 'num_price' at snapshot {newer.snapshot_id} of table 'smoke': expected numbers for a dense feature, "
@@ -154,7 +155,7 @@ def test_a_feature_dropped_and_added_again_has_no_old_values(small, caplog):
         update.delete_column("num_price")
     day = datetime.date(2025, 2, 1)
     rows = pa.table({"day": pa.array([day], pa.date32()), "num_price": [1.5]})
-    warehouse.replace_days("smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
+    replace_days(warehouse, "smoke", {day: "i"}, rows.schema, rows.to_batches(), 1)
 
     from pipeline.jobs.training.run import pin_job
 

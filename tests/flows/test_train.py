@@ -32,6 +32,7 @@ from pipeline.registration.aliases import list_versions
 from pipeline.registration.register import raw_frame
 from pipeline.registration.scorer import LoadedModel
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 from tests.quality import quality
 
@@ -302,7 +303,7 @@ def test_an_empty_day_ends_the_run(command, copied):
     """The test day is emptied."""
     warehouse, versions = Warehouse(WarehouseConfig(), copied / "warehouse"), _versions()
     schema = warehouse.schema(warehouse.current("smoke"))
-    warehouse.replace_days("smoke", {datetime.date(2025, 1, 9): "gone"}, schema, [], 0)
+    replace_days(warehouse, "smoke", {datetime.date(2025, 1, 9): "gone"}, schema, [], 0)
     code, result, _ = command(train, CONFIG, home=copied)
     sentence = "split.days.test '2025-01-09': expected days of the table, 2025-01-06 to 2025-01-08, got no such day. Ingest the day, or name another."  # fmt: skip
     assert (code, result) == (1, {"status": "failed", "error": sentence})

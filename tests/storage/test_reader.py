@@ -14,6 +14,7 @@ from pyiceberg.expressions import And, EqualTo, GreaterThanOrEqual, In, IsNull, 
 from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError, StorageError
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
@@ -21,7 +22,7 @@ DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
 
 def write(warehouse: Warehouse, table: pa.Table) -> SnapshotRef:
     days = dict.fromkeys(table["day"].to_pylist(), "i")
-    return warehouse.replace_days("events", days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
+    return replace_days(warehouse, "events", days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
 
 
 def reference() -> pd.DataFrame:

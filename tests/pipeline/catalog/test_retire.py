@@ -15,6 +15,7 @@ from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
 from storage.layout.columns import Footers
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
@@ -38,7 +39,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[Warehouse, pa.Schem
             "key": list(range(ROWS)),
         }
     )
-    warehouse.replace_days("t", {DAY: "i"}, rows.schema, rows.to_batches(), ROWS)
+    replace_days(warehouse, "t", {DAY: "i"}, rows.schema, rows.to_batches(), ROWS)
     return warehouse, rows.schema
 
 

@@ -24,6 +24,7 @@ from storage.errors import ConflictError
 from storage.layout.rewrite import rewrite_day
 from storage.reader import SnapshotRef
 from storage.snapshot.maintenance import expire
+from storage.snapshot.writing import append_rows, replace_days
 from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
@@ -47,7 +48,7 @@ def day_of(number: int, rows: int = 230) -> pa.Table:
 
 def ingest(warehouse: Warehouse, number: int, identity: str = "first", **columns: Any) -> SnapshotRef:
     rows = day_of(number)
-    return warehouse.replace_days("t", {DAYS[number]: identity}, rows.schema, rows.to_batches(), rows.num_rows)
+    return replace_days(warehouse, "t", {DAYS[number]: identity}, rows.schema, rows.to_batches(), rows.num_rows)
 
 
 def save_side(root: Path, number: int, seed: int = 0) -> None:
@@ -212,7 +213,7 @@ def test_a_day_ingested_meanwhile_is_not_overwritten(warehouse):
     ingest(warehouse, 1, "second")
     days = {DAYS[1]: "first"}
     with pytest.raises(ConflictError, match="rows written in the meantime"):
-        warehouse.replace_days("t", days, rows.schema, rows.to_batches(), 230, made_of=first)
+        replace_days(warehouse, "t", days, rows.schema, rows.to_batches(), 230, made_of=first)
     assert warehouse.written_days("t")[DAYS[1]] == "second"
 
 
@@ -242,7 +243,7 @@ def test_what_is_refused(warehouse, tmp_path):
 def test_a_day_that_another_engine_has_written_is_due_again(warehouse):
     run(warehouse)
     more = day_of(1, 5)
-    warehouse.append("t", more.schema, more.to_pylist())
+    append_rows(warehouse, "t", more.schema, more.to_pylist())
     assert run(warehouse).days_written == (DAYS[1],)
     assert run(warehouse).days_written == ()
 
@@ -258,7 +259,7 @@ def test_a_column_that_was_dropped_is_written_again(warehouse):
 def test_values_of_an_ingest_are_not_overwritten(warehouse):
     run(warehouse)
     rows = day_of(1).append_column("score", pa.array([-1.0] * 230))
-    warehouse.replace_days("t", {DAYS[1]: "second"}, rows.schema, rows.to_batches(), 230)
+    replace_days(warehouse, "t", {DAYS[1]: "second"}, rows.schema, rows.to_batches(), 230)
     assert refused(warehouse) == (
         "ConfigError: day 2025-03-02 of table 't': expected no values in score, got values that no backfill wrote. "
         "Set `prefix`, or overwrite them with force=true."

@@ -16,6 +16,7 @@ from pipeline.serving.config import ServedVersion
 from pipeline.serving.row_log import RowLog
 from pipeline.transforms.joins import EventWindow, History
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 START = datetime.datetime(2025, 3, 1)
@@ -43,7 +44,7 @@ def warehouse(tmp_path: Path) -> Warehouse:
             }
         )
         date = START.date() + datetime.timedelta(days=day)
-        warehouse.replace_days("t", {date: f"{day}"}, rows.schema, rows.to_batches(), ROWS)
+        replace_days(warehouse, "t", {date: f"{day}"}, rows.schema, rows.to_batches(), ROWS)
     write_events(warehouse, np.arange(0, DAYS * 86_400, 400))
     return warehouse
 
@@ -58,7 +59,7 @@ def write_events(warehouse: Warehouse, seconds: np.ndarray, tag: str = "a") -> N
             "item": seconds,
         }
     )
-    warehouse.replace_days("log", {START.date(): tag}, log.schema, log.to_batches(), len(seconds))
+    replace_days(warehouse, "log", {START.date(): tag}, log.schema, log.to_batches(), len(seconds))
 
 
 def sources() -> list[History | EventWindow]:
@@ -116,7 +117,7 @@ def test_rows_served_as_they_are_computed_do_not_differ(warehouse, tmp_path):
     assert {one["feature"]: one["rows"] for one in found.features}["num"] == 500
     day = pa.array([START.date()] * 500, pa.date32())
     stored = served[:500].append_column("day", day)
-    warehouse.replace_days("served", {START.date(): "a"}, stored.schema, stored.to_batches(), 500)
+    replace_days(warehouse, "served", {START.date(): "a"}, stored.schema, stored.to_batches(), 500)
     found = compare(warehouse, "served")
     assert (found.rows, found.only_then, found.only_now) == (500, 0, DAYS * ROWS - 500)
     assert not any(by_feature(found).values())

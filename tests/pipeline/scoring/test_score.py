@@ -20,6 +20,7 @@ from pipeline.transforms.joins import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,7 +79,7 @@ def warehouse(tmp_path: Path) -> Warehouse:
 
 def put(warehouse: Warehouse, number: int, offset: int = 0) -> SnapshotRef:
     rows = make_day(number, offset)
-    return warehouse.replace_days("t", {DAYS[number]: "same"}, rows.schema, rows.to_batches(5), rows.num_rows)
+    return replace_days(warehouse, "t", {DAYS[number]: "same"}, rows.schema, rows.to_batches(5), rows.num_rows)
 
 
 def plan(
@@ -157,7 +158,7 @@ def test_a_new_day_of_a_feature_source_leaves_finished_days(warehouse):
 
     def put_side(day, value):
         rows = pa.table({"day": pa.array([day], pa.date32()), "row": [1], "extra": [value]})
-        warehouse.replace_days("side", {day: "same"}, rows.schema, rows.to_batches(), 1)
+        replace_days(warehouse, "side", {day: "same"}, rows.schema, rows.to_batches(), 1)
 
     put_side(DAYS[0], 0.5)
     score(ScoringConfig(), warehouse, plan_joined(), Model(), 1)

@@ -12,6 +12,7 @@ import pytest
 from storage.errors import CorruptFileError
 from storage.layout.columns import Footers
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2024, 1, 1) + datetime.timedelta(days=i) for i in range(4)]
@@ -20,7 +21,7 @@ LISTS = pa.list_(pa.int64())
 
 def write(warehouse: Warehouse, day: datetime.date, count: int, **columns: Any) -> SnapshotRef:
     table = pa.table({"day": pa.array([day] * count, pa.date32()), "id": range(count), **columns})
-    return warehouse.replace_days("events", {day: "i"}, table.schema, table.to_batches(max_chunksize=5), count)
+    return replace_days(warehouse, "events", {day: "i"}, table.schema, table.to_batches(max_chunksize=5), count)
 
 
 def footers(warehouse: Warehouse, snapshot: SnapshotRef) -> Footers:

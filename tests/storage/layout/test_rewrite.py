@@ -15,6 +15,7 @@ from storage.errors import ConflictError, StorageError
 from storage.layout.rewrite import days_in_other_layouts, days_to_compact, layout_of, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
@@ -39,7 +40,7 @@ def table(day: datetime.date, count: int, seed: int = 1) -> pa.Table:
 def write(warehouse: Warehouse, *parts: pa.Table, identity: str = "i") -> SnapshotRef:
     rows = pa.concat_tables(parts)
     days = dict.fromkeys(rows["day"].to_pylist(), identity)
-    return warehouse.replace_days("events", days, rows.schema, rows.to_batches(max_chunksize=7), rows.num_rows)
+    return replace_days(warehouse, "events", days, rows.schema, rows.to_batches(max_chunksize=7), rows.num_rows)
 
 
 def read(warehouse: Warehouse) -> pa.Table:

@@ -12,6 +12,7 @@ from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
 from storage.snapshot.catalog import KEPT_STATES, ParsedOnceCatalog
 from storage.snapshot.maintenance import expire
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY1, DAY2 = (datetime.date(2024, 1, day) for day in (1, 2))
@@ -19,7 +20,9 @@ DAY1, DAY2 = (datetime.date(2024, 1, day) for day in (1, 2))
 
 def write(warehouse: Warehouse, day: datetime.date, count: int = 3, name: str = "events") -> SnapshotRef:
     table = pa.table({"day": pa.array([day] * count, pa.date32()), "id": pa.array(range(count))})
-    return warehouse.replace_days(name, {day: "i"}, table.schema, table.to_batches(), count, {day: {"note": count}})
+    return replace_days(
+        warehouse, name, {day: "i"}, table.schema, table.to_batches(), count, notes={day: {"note": count}}
+    )
 
 
 def count_parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -14,6 +14,7 @@ from storage.errors import StorageError
 from storage.reader import SnapshotRef
 from storage.snapshot.commit import CachedTransaction
 from storage.snapshot.maintenance import expire
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 FIRST = datetime.date(2024, 1, 1)
@@ -22,7 +23,7 @@ FIRST = datetime.date(2024, 1, 1)
 def write(warehouse: Warehouse, number: int) -> None:
     day = FIRST + datetime.timedelta(days=number)
     table = pa.table({"day": pa.array([day], pa.date32()), "id": pa.array([number])})
-    warehouse.replace_days("events", {day: "i"}, table.schema, table.to_batches(), 1)
+    replace_days(warehouse, "events", {day: "i"}, table.schema, table.to_batches(), 1)
 
 
 def count_fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:

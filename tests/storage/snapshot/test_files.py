@@ -22,6 +22,7 @@ from storage.layout.columns import Footers
 from storage.layout.rewrite import days_to_compact, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotReader, SnapshotRef
+from storage.snapshot.writing import append_rows, replace_days
 from storage.warehouse import Warehouse
 from tests.storage.foreign import add_file, delete_rows, delete_values
 
@@ -36,7 +37,7 @@ def rows(days: list[datetime.date], first: int = 0) -> pa.Table:
 
 def write(warehouse: Warehouse, *days: datetime.date, first: int = 0) -> SnapshotRef:
     table = rows(list(days), first)
-    return warehouse.replace_days("events", dict.fromkeys(days, "i"), table.schema, table.to_batches(), table.num_rows)
+    return replace_days(warehouse, "events", dict.fromkeys(days, "i"), table.schema, table.to_batches(), table.num_rows)
 
 
 def read(warehouse: Warehouse, days: list[datetime.date] | None = None) -> list[tuple[Any, ...]]:
@@ -246,7 +247,7 @@ def test_a_filter_of_an_older_snapshot_goes_by_the_names_of_its_time(warehouse: 
     with warehouse.table("events").update_schema() as update:
         update.rename_column("text", "id")
     table = pa.table({"day": pa.array([DAY3], pa.date32()), "number": [9], "id": ["t9"]})
-    warehouse.replace_days("events", {DAY3: "i"}, table.schema, table.to_batches(), 1)
+    replace_days(warehouse, "events", {DAY3: "i"}, table.schema, table.to_batches(), 1)
     reader = warehouse.reader(old, ["text"], EqualTo("id", 1))
     found = [reader.read(fragment)["text"].to_pylist() for fragment in reader.fragments([DAY1, DAY2])]
     assert [text for texts in found for text in texts] == ["t1"]
@@ -397,7 +398,7 @@ def test_a_table_of_format_version_3_is_read_and_not_written(warehouse: Warehous
     assert [row[1] for row in read(warehouse)] == [0]
     for call in (
         lambda: write(warehouse, DAY1),
-        lambda: warehouse.append("events", rows([]).schema, rows([DAY1]).to_pylist()),
+        lambda: append_rows(warehouse, "events", rows([]).schema, rows([DAY1]).to_pylist()),
         lambda: warehouse.tag(snapshot, "train"),
         lambda: warehouse.set_properties("events", {"a": "b"}),
     ):

@@ -23,6 +23,7 @@ from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
 from storage.snapshot.days import EARLIER, identities, notes
 from storage.snapshot.maintenance import ExpireResult, drop_tags, expire, vacuum
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ def rows(day: datetime.date, count: int, first: int = 0) -> pa.Table:
 def write(warehouse: Warehouse, *tables: pa.Table, identity: str = "i", name: str = "events") -> SnapshotRef:
     table = pa.concat_tables(tables)
     days = dict.fromkeys(table["day"].to_pylist(), identity)
-    return warehouse.replace_days(name, days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
+    return replace_days(warehouse, name, days, table.schema, table.to_batches(max_chunksize=5), table.num_rows)
 
 
 def ids(warehouse: Warehouse, snapshot: SnapshotRef | None = None) -> list[int]:
@@ -80,7 +81,7 @@ def write(point):
                         (type(warehouse.catalog), "load_table")):
         counted(owner, name, point)
     table = pa.table({"day": pa.array([DAY] * 40, pa.date32()), "id": pa.array(range(100, 140))})
-    warehouse.replace_days("events", {DAY: "new"}, table.schema, table.to_batches(max_chunksize=5), 40)
+    replace_days(warehouse, "events", {DAY: "new"}, table.schema, table.to_batches(max_chunksize=5), 40)
 
 for line in sys.stdin:
     child = os.fork()
@@ -166,7 +167,7 @@ def test_rows_in_a_wrong_partition_are_noticed_after_the_commit(
         patch.setattr(DataFile, "from_args", misplaced)
         with pytest.raises(StorageError, match="rows of 2024-01-01 only, got rows of 2024-01-02"):
             write(warehouse, rows(DAY1, 9))
-        patch.setattr("storage.warehouse.day_of", lambda file: DAY1)  # past the check before the commit
+        patch.setattr("storage.snapshot.writing.day_of", lambda file: DAY1)  # past the check before the commit
         patch.setattr(Warehouse, "day_rows", lambda *_: {DAY2: 13})
         with pytest.raises(StorageError) as error:
             write(warehouse, rows(DAY1, 9))
@@ -200,7 +201,7 @@ def test_what_was_written_stays_known_when_another_tool_expires_snapshots(wareho
     """pyiceberg's own maintenance knows nothing of our records."""
     for day, identity in ((DAY1, "first"), (DAY2, "second"), (DAY1, "third")):
         table = rows(day, 3)
-        warehouse.replace_days("events", {day: identity}, table.schema, table.to_batches(), 3, notes={day: identity})
+        replace_days(warehouse, "events", {day: identity}, table.schema, table.to_batches(), 3, notes={day: identity})
     before = warehouse.day_contents(warehouse.current("events"))
     kept = warehouse.current("events").snapshot_id
     their = warehouse.table("events")
@@ -268,8 +269,8 @@ def test_a_tagged_snapshot_keeps_what_is_known_of_its_days(warehouse: Warehouse,
 
     def write_day(note: str, same: dict[datetime.date, str]) -> SnapshotRef:
         table = rows(DAY1, 3)
-        return warehouse.replace_days(
-            "events", {DAY1: "i"}, table.schema, table.to_batches(), 3, notes={DAY1: note}, same=same
+        return replace_days(
+            warehouse, "events", {DAY1: "i"}, table.schema, table.to_batches(), 3, notes={DAY1: note}, same=same
         )
 
     def known(snapshot: SnapshotRef) -> list[Any]:
@@ -314,7 +315,7 @@ def test_a_table_that_cannot_be_loaded_is_named_before_anything_is_deleted(wareh
     write(warehouse, rows(DAY1, 4))
     expire(warehouse, "events", NOW)
     table = rows(DAY1, 1)
-    warehouse.replace_days("other", {DAY1: "i"}, table.schema, table.to_batches(), 1)
+    replace_days(warehouse, "other", {DAY1: "i"}, table.schema, table.to_batches(), 1)
     metadata = Path(warehouse.table("other").metadata_location.removeprefix("file://"))
     metadata.write_text(metadata.read_text().replace('"long"', '"variant"'))
     before = on_disk(home)

@@ -17,6 +17,7 @@ from storage.filters import check_filter, parse_filter
 from storage.keys import expand_keys
 from storage.layout.flatten import add_columns, count_keys, drop_maps, refuse_new_keys
 from storage.snapshot.maps import MapEntries
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY1 = datetime.date(2024, 1, 1)
@@ -105,7 +106,7 @@ def write(warehouse: Warehouse) -> list[dict[str, Any]]:
     for row in shaped:
         row["scored"] = [(key, list(value.items())) for key, value in row["scored"]]
     table = pa.Table.from_pylist(shaped, SCHEMA)
-    warehouse.replace_days("t", {DAY1: "i"}, table.schema, table.to_batches(), len(rows))
+    replace_days(warehouse, "t", {DAY1: "i"}, table.schema, table.to_batches(), len(rows))
     return rows
 
 
@@ -175,7 +176,7 @@ def test_keys_that_another_writer_adds_meanwhile_stay(warehouse: Warehouse) -> N
 def test_a_map_of_something_else_is_not_flattened(warehouse: Warehouse) -> None:
     schema = pa.schema({"day": pa.date32(), "words": pa.map_(pa.string(), pa.string())})
     table = pa.Table.from_pylist([{"day": DAY1, "words": [("a", "b")]}], schema)
-    warehouse.replace_days("t", {DAY1: "i"}, table.schema, table.to_batches(), 1)
+    replace_days(warehouse, "t", {DAY1: "i"}, table.schema, table.to_batches(), 1)
     with pytest.raises(StorageError, match="map 'words' of table 't': expected whole numbers as keys"):
         count_keys(warehouse, warehouse.current("t"))
 
@@ -193,7 +194,7 @@ def test_a_filter_compares_keys_of_maps(tmp_path: Path) -> None:
     kinds = {"day": pa.date32(), "id": pa.int64(), "dense": pa.map_(pa.int32(), pa.float32())}
     table = pa.Table.from_pylist(rows, pa.schema(kinds))
     warehouse = Warehouse(WarehouseConfig(row_group_rows=100), tmp_path)
-    snapshot = warehouse.replace_days("t", {DAY1: "i"}, table.schema, table.to_batches(), 400)
+    snapshot = replace_days(warehouse, "t", {DAY1: "i"}, table.schema, table.to_batches(), 400)
     text = "(dense_1 > 1 or dense_2 not in (0, 1)) and not (dense_0 <= -3) and id < 390"
     check_filter(text, warehouse.filter_schema(snapshot, ["dense_0", "dense_1", "dense_2"]))
     reader = warehouse.reader(snapshot, ["id", "dense_1"], parse_filter(text))
@@ -215,7 +216,7 @@ def test_a_file_whose_column_is_null_beside_the_map_is_not_left_out(tmp_path: Pa
     warehouse = Warehouse(WarehouseConfig(), tmp_path)
     kinds = {"day": pa.date32(), "id": pa.int64(), "dense": pa.map_(pa.int32(), pa.float32())}
     rows = pa.Table.from_pylist([{"day": DAY1, "id": 1, "dense": [(0, 2.0)]}], pa.schema(kinds))
-    warehouse.replace_days("t", {DAY1: "i"}, rows.schema, rows.to_batches(), 1)
+    replace_days(warehouse, "t", {DAY1: "i"}, rows.schema, rows.to_batches(), 1)
     add_columns(warehouse, "t", ["dense_0"])
     warehouse.set_properties("t", {"write.metadata.metrics.default": "full"})
     theirs = [{"day": DAY1, "id": 2, "dense": [(0, 3.0)], "dense_0": None}]

@@ -15,6 +15,7 @@ from pipeline.jobs.recurring.judge import DayVerdict, judge_challenger
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, move_alias
 from pipeline.registration.tracking import RESULT
+from storage.snapshot.writing import replace_days
 
 CONFIG, TABLE = "configs/smoke.yaml", {"name": "toy"}
 DAY, BEFORE = datetime.date(2025, 1, 9), datetime.date(2025, 1, 8)
@@ -28,7 +29,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.setattr(judge, "write_pages", lambda *_: None)  # the runs hold no report
     found = Workspace(load(CONFIG, TABLE))
     rows = pa.table({"day": pa.array([DAY], pa.date32()), "user": [1]})
-    found.warehouse.replace_days("toy", {DAY: "-"}, rows.schema, rows.to_batches(), 1)
+    replace_days(found.warehouse, "toy", {DAY: "-"}, rows.schema, rows.to_batches(), 1)
     register(found, 2)
     return found
 

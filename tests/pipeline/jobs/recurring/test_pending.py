@@ -18,6 +18,7 @@ from pipeline.jobs.training.provenance import RECORD, Record
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import RESULT
 from storage.layout.rewrite import rewrite_day
+from storage.snapshot.writing import replace_days
 
 SPLIT = {"hash": {"key": "user", "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01..2025-01-02"]}}
 
@@ -43,8 +44,14 @@ def write(workspace: Workspace, *days: int, rows: int = 5, still_open: bool = Fa
     written = {january(day): f"{day} of {rows}" for day in days}
     none = InputFiles(count=0, bytes=0, stamps=())
     note = {INGEST: DayNote(open=still_open, rows=none, outcomes=none, definition="").model_dump(mode="json")}
-    workspace.warehouse.replace_days(
-        "mornings", written, table.schema, table.to_batches(), table.num_rows, notes=dict.fromkeys(written, note)
+    replace_days(
+        workspace.warehouse,
+        "mornings",
+        written,
+        table.schema,
+        table.to_batches(),
+        table.num_rows,
+        notes=dict.fromkeys(written, note),
     )
 
 

@@ -19,6 +19,7 @@ from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.transforms.plan.plan import Plan
 from storage.errors import StorageError
 from storage.layout.rewrite import rewrite_day
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 SMALL = {"source.generator.rows_per_day": 100, "source.generator.days": 5}
@@ -153,7 +154,7 @@ def test_a_damaged_plan_is_named(home: Path) -> None:
 
 def write_side(day: datetime.date, value: float) -> None:
     rows = pa.table({"day": pa.array([day], pa.date32()), "cat_user": pa.array([1]), "score": [value]})
-    open_().warehouse.replace_days("side", {day: f"{value}"}, rows.schema, rows.to_batches(), 1)
+    replace_days(open_().warehouse, "side", {day: f"{value}"}, rows.schema, rows.to_batches(), 1)
 
 
 def describe_joined_training() -> list[str]:
@@ -197,8 +198,8 @@ def test_chosen_rows_are_not_chosen_again(home: Path) -> None:
     warehouse = workspace.warehouse
     reader = warehouse.reader(snapshot := warehouse.current("smoke"), warehouse.schema(snapshot).names)
     table = pa.concat_tables([reader.read(fragment) for fragment in reader.fragments([FIRST[0]])])
-    warehouse.replace_days(
-        "smoke", {FIRST[0]: "i"}, table.schema, table.to_batches(), table.num_rows, notes={FIRST[0]: note}
+    replace_days(
+        warehouse, "smoke", {FIRST[0]: "i"}, table.schema, table.to_batches(), table.num_rows, notes={FIRST[0]: note}
     )
     with pytest.raises(ConfigError, match="open"):
         resolve_dataset(workspace, None)

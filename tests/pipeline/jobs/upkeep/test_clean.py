@@ -17,6 +17,7 @@ from pipeline.preprocessing.cache.entries import RowColumn
 from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, list_moves, list_spared, move_alias, rollback
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 
 AT_ONCE = 1e-9
 """Days."""
@@ -44,7 +45,7 @@ def catalog(home: Path) -> dict[str, str]:
 def write_day(workspace: Workspace, rows: int) -> SnapshotRef:
     day = datetime.date(2025, 1, 6)
     table = pa.table({"day": pa.array([day] * rows, pa.date32()), "user": list(range(rows))})
-    return workspace.warehouse.replace_days("smoke", {day: f"{rows}"}, table.schema, table.to_batches(), rows)
+    return replace_days(workspace.warehouse, "smoke", {day: f"{rows}"}, table.schema, table.to_batches(), rows)
 
 
 def train(workspace: Workspace, number: int, alias: str | None = None, model: str = "smoke") -> tuple[Path, str, str]:
@@ -211,7 +212,7 @@ def test_work_of_others_stays(home: Path) -> None:
     table = pa.table({"day": pa.array([day], pa.date32()), "user": [1]})
     kept = []
     for number in range(2):
-        kept.append(workspace.warehouse.replace_days("stats", {day: f"{number}"}, table.schema, table.to_batches(), 1))
+        kept.append(replace_days(workspace.warehouse, "stats", {day: f"{number}"}, table.schema, table.to_batches(), 1))
     train(workspace, 1)
     tag = f"train-{1:012}-{kept[0].snapshot_id}"
     workspace.warehouse.tag(kept[0], tag)
