@@ -30,6 +30,7 @@ from benchmarks.machine import describe_machine, machine, say
 from storage import writer
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2025, 1, 6)
@@ -91,7 +92,7 @@ def write(order: str, count: int, home: Path) -> tuple[Warehouse, SnapshotRef]:
         rows = rows.sort_by("u")
     warehouse = Warehouse(WarehouseConfig(), home)
     measured, writer.MEASURED_COLUMNS = writer.MEASURED_COLUMNS, 1 if "no statistics" in order else 64
-    snapshot = warehouse.replace_days("rows", {DAY: "i"}, rows.schema, rows.to_batches(), count)
+    snapshot = replace_days(warehouse, "rows", {DAY: "i"}, rows.schema, rows.to_batches(), count)
     writer.MEASURED_COLUMNS = measured
     return warehouse, snapshot
 

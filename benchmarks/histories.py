@@ -44,6 +44,7 @@ from pipeline.transforms.joins import History
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 START, DAYS, DAY_SECONDS = datetime.date(2025, 3, 1), 10, 86_400
@@ -164,7 +165,7 @@ def _write(home: Path, tables: Mapping[str, pa.Table]) -> None:
     warehouse = Warehouse(WarehouseConfig(), home)
     for name, rows in tables.items():
         days = dict.fromkeys(rows.column("day").unique().to_pylist(), "x")
-        warehouse.replace_days(name, days, rows.schema, rows.to_batches(), rows.num_rows)
+        replace_days(warehouse, name, days, rows.schema, rows.to_batches(), rows.num_rows)
 
 
 def _spec(home: Path, samples: pa.Table, length: int, cut: bool) -> DataSpec:

@@ -26,6 +26,7 @@ from pipeline.registration.aliases import CHAMPION, move_alias
 from pipeline.registration.tracking import RESULT
 from storage.layout.reads import ReadRecord, record_read
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 
 KEPT = {
     "runs_days": 7,
@@ -55,7 +56,7 @@ FOLDERS = (
 def write(workspace: Workspace, day: datetime.date, rows: int) -> SnapshotRef:
     """Writes a day of the table."""
     table = pa.table({"day": pa.array([day] * rows, pa.date32()), "user": list(range(rows))})
-    return workspace.warehouse.replace_days("year", {day: f"{rows}"}, table.schema, table.to_batches(), rows)
+    return replace_days(workspace.warehouse, "year", {day: f"{rows}"}, table.schema, table.to_batches(), rows)
 
 
 def simulate(workspace: Workspace, number: int, rows: int, model_bytes: int) -> float:

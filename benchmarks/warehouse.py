@@ -24,6 +24,7 @@ from benchmarks.machine import describe_machine, machine, say
 from pipeline.data.profile import measure_days, store
 from storage.config import WarehouseConfig
 from storage.query import connect
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 FIRST = datetime.date(2024, 1, 1)
@@ -189,7 +190,7 @@ def _writer(warehouse: Warehouse, columns: int, rows: int) -> Callable[..., obje
     def write(number: int, days: int = 1) -> object:
         written = [FIRST + datetime.timedelta(days=number + i) for i in range(days)]
         batches = [pa.record_batch({"day": pa.array([day] * rows, pa.date32()), **arrays}) for day in written]
-        return warehouse.replace_days(TABLE, dict.fromkeys(written, "i"), batches[0].schema, batches, rows * days)
+        return replace_days(warehouse, TABLE, dict.fromkeys(written, "i"), batches[0].schema, batches, rows * days)
 
     return write
 

@@ -24,6 +24,7 @@ from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 LIMIT, SIZE = 20, 100_000
@@ -135,8 +136,13 @@ def wide_table(folder: Path, rows: int, columns: Columns = WIDE, seed: int = 1) 
         made.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     schema = _chunk(np.random.default_rng(seed), 1, columns).schema
-    snapshot = Warehouse(WAREHOUSE, folder).replace_days(
-        columns.table, {DAY: f"{LAYOUT} {rows} {seed}"}, schema, _chunks(seed, rows, columns), rows
+    snapshot = replace_days(
+        Warehouse(WAREHOUSE, folder),
+        columns.table,
+        {DAY: f"{LAYOUT} {rows} {seed}"},
+        schema,
+        _chunks(seed, rows, columns),
+        rows,
     )
     made.write_text(json.dumps(wanted | {"snapshot_id": snapshot.snapshot_id}), encoding="utf-8")
     return WideTable(folder, rows, columns, snapshot)

@@ -13,6 +13,7 @@ import yaml
 from pipeline.config import load
 from pipeline.jobs.workspace import Workspace
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 CONFIG = "configs/smoke.yaml"
@@ -55,7 +56,7 @@ def write_days(
     """Replaces all days that occur in the rows, as an ingest does. `more` is passed on."""
     rows = pa.concat_tables(tables)
     days = dict.fromkeys(rows["day"].unique().to_pylist(), identity)
-    return warehouse.replace_days(name, days, rows.schema, rows.to_batches(chunk_rows), rows.num_rows, **more)
+    return replace_days(warehouse, name, days, rows.schema, rows.to_batches(chunk_rows), rows.num_rows, **more)
 
 
 def read_rows(

@@ -90,7 +90,6 @@ TOPICS = {
     "pipeline/training/test_options.py",
     "pipeline/training/test_weights.py",
     "pipeline/transforms/test_absent.py",
-    "storage/test_append.py",
 }
 """Tests of what no single module does: a topic across modules, or a whole command. The list may only shrink."""
 BORROWING = {

@@ -8,6 +8,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError, closest_names
+from storage.snapshot.writing import append_rows
 from storage.warehouse import Warehouse
 
 State = Literal["beta", "experimental", "active", "deprecated"]
@@ -86,7 +87,7 @@ def append_event(warehouse: Warehouse, table: str, event: Event) -> None:
     Raises:
         ConflictError: If other writers were faster each time.
     """
-    warehouse.append(log_name(table), SCHEMA, [event.model_dump() | {"day": event.at.date()}])
+    append_rows(warehouse, log_name(table), SCHEMA, [event.model_dump() | {"day": event.at.date()}])
 
 
 def build_event(

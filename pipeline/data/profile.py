@@ -23,6 +23,7 @@ from storage.keys import MOST_KEYS
 from storage.names import TRAILING_DAYS
 from storage.query import column_types, quote
 from storage.reader import DAY, SnapshotReader, SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def store(warehouse: Warehouse, table: str, measured: pa.Table, days: Mapping[da
         days: Day -> identity of what was written to the table.
     """
     rows = measured.cast(SCHEMA)
-    return warehouse.replace_days(profile_name(table), days, SCHEMA, rows.to_batches(), rows.num_rows)
+    return replace_days(warehouse, profile_name(table), days, SCHEMA, rows.to_batches(), rows.num_rows)
 
 
 def measure(

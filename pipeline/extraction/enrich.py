@@ -26,6 +26,7 @@ from pipeline.errors import ConfigError, ContractError
 from pipeline.transforms.joins import AnySource, EventWindow, History
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.days import last_notes
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 
@@ -198,9 +199,9 @@ def _write_days(
     done, total = 0, sum(plan.rows[day] for day in plan.due)
     for day in plan.due:
         batches = _join_rows(reader, day, sides, columns.written, partial(_report_from, report, done, total))
-        warehouse.replace_days(
-            snapshot.table, {day: identities.get(day, "")}, columns.written, batches, plan.rows[day],
-            {day: plan.notes[day]}, made_of=snapshot, same=contents,
+        replace_days(
+            warehouse, snapshot.table, {day: identities.get(day, "")}, columns.written, batches, plan.rows[day],
+            made_of=snapshot, notes={day: plan.notes[day]}, same=contents,
         )  # fmt: skip
         done += plan.rows[day]
 

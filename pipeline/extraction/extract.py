@@ -42,6 +42,7 @@ from pipeline.extraction.writing import order_clause, write_days
 from pipeline.transforms.schema import FeatureSchema
 from storage.query import column_types
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 
 
 class IngestResult(BaseModel, frozen=True):
@@ -360,7 +361,8 @@ def _expire_days(context: SourceContext, first: datetime.date) -> list[datetime.
     gone = [day for day in warehouse.day_rows(warehouse.current(table)) if day < first]
     release_days(warehouse, table, [day for day in warehouse.written_days(held_back_name(table)) if day < first])
     if gone:
-        warehouse.replace_days(table, dict.fromkeys(gone, "expired"), warehouse.table(table).schema().as_arrow(), [], 0)
+        schema = warehouse.table(table).schema().as_arrow()
+        replace_days(warehouse, table, dict.fromkeys(gone, "expired"), schema, [], 0)
     return gone
 
 

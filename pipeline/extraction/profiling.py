@@ -23,6 +23,7 @@ from pipeline.extraction.sources import first_line
 from storage.names import TRAILING_DAYS
 from storage.query import quote
 from storage.reader import DAY
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 HELD = "held"
@@ -150,7 +151,7 @@ def release_days(warehouse: Warehouse, table: str, days: Collection[datetime.dat
     gone = dict.fromkeys(set(days) & warehouse.written_days(name).keys(), "passed")
     if gone:
         schema = warehouse.table(name).schema().as_arrow()
-        warehouse.replace_days(name, gone, schema, [], 0)
+        replace_days(warehouse, name, gone, schema, [], 0)
 
 
 def days_before(warehouse: Warehouse, table: str, days: Collection[datetime.date], trailing: int) -> set[datetime.date]:

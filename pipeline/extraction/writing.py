@@ -12,6 +12,7 @@ from pipeline.extraction.samples import GOOD
 from pipeline.transforms.schema import resolve
 from storage.query import column_types, quote
 from storage.reader import DAY
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 BATCH_ROWS = 65_536
@@ -63,13 +64,13 @@ def write_days(
         what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row"
         query = f"SELECT {what} FROM {rows.view} s WHERE __reason IS NOT NULL AND {days_condition(days)} {order}"
         reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
-        warehouse.replace_days(quarantine, identities, reader.schema, reader, refused)
+        replace_days(warehouse, quarantine, identities, reader.schema, reader, refused)
     columns = ", ".join(quote(name) for name in rows.columns)
     query = f"SELECT {columns} FROM {rows.view} WHERE {GOOD} AND {days_condition(days)} {order}"
     reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
     kept = sum(day.kept for day in days)
     notes = {day.day: {INGEST: day.note.model_dump(mode="json")} for day in days}
-    warehouse.replace_days(into, identities, reader.schema, _count_batches(reader, on_rows), kept, notes)
+    replace_days(warehouse, into, identities, reader.schema, _count_batches(reader, on_rows), kept, notes=notes)
 
 
 def _count_batches(batches: Iterable[pa.RecordBatch], on_rows: Callable[[int], None]) -> Iterator[pa.RecordBatch]:

@@ -19,6 +19,7 @@ from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig
 from pipeline.transforms.schema import unknown_column
 from storage.filters import check_filter
 from storage.reader import DAY, SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 SCORES = "scores"
@@ -162,7 +163,7 @@ def score(
     for days in _groups(work.rows, config.rows_per_commit):
         identities = {day: work.todo[day] for day in days}
         rows = sum(work.rows[day] for day in days)
-        warehouse.replace_days(work.table, identities, written, score_days(days), rows)
+        replace_days(warehouse, work.table, identities, written, score_days(days), rows)
     return ScoringResult(rows=count, mean_probability=sum_of_scores / count if count else None)
 
 

@@ -16,6 +16,7 @@ from storage.errors import StorageError
 from storage.layout.spec import Layout
 from storage.query import connect
 from storage.reader import SnapshotReader, SnapshotRef, open_parquet
+from storage.snapshot.writing import replace_files
 from storage.warehouse import Warehouse
 from storage.writer import MARK, DataFileWriter, collect_chunks
 
@@ -117,7 +118,7 @@ def rewrite_day(
     identity = warehouse.day_identities(name).get(day, "")
     notes = {found: note for found, note in warehouse.day_notes(name).items() if found == day}
     same = {day: warehouse.day_contents(reference)[day]}
-    warehouse.replace_files(table, {day: identity}, files, notes=notes, same=same)
+    replace_files(warehouse, table, {day: identity}, files, notes=notes, same=same)
     return RewriteResult(
         day=day,
         rows=rows,

@@ -12,6 +12,7 @@ from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.reader import DAY
 from storage.snapshot.maintenance import expire
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 from tests.engines.conftest import DuckDb, Spark
 
@@ -38,8 +39,8 @@ def name(own: Warehouse) -> str:
     """A table of three days that was written twice."""
     found = f"t{uuid.uuid4().hex[:12]}"
     old = TABLE.set_column(2, "num", pa.array([-1.0] * 150))
-    own.replace_days(found, dict.fromkeys(DAYS, "earlier"), old.schema, old.to_batches(), 150)
-    own.replace_days(found, WRITTEN, TABLE.schema, TABLE.to_batches(), 150)
+    replace_days(own, found, dict.fromkeys(DAYS, "earlier"), old.schema, old.to_batches(), 150)
+    replace_days(own, found, WRITTEN, TABLE.schema, TABLE.to_batches(), 150)
     return found
 
 
@@ -84,7 +85,7 @@ def test_spark_skips_no_row_by_the_bounds_that_we_write(
     rows = rows.append_column("local", pa.array([time.replace(tzinfo=None) for time in times], pa.timestamp("us")))
     rows = rows.append_column("bought", TABLE.column(DAY))
     rows = rows.append_column("late", pa.nulls(150, pa.timestamp("us")))
-    own.replace_days(table, WRITTEN, rows.schema, rows.to_batches(), 150)
+    replace_days(own, table, WRITTEN, rows.schema, rows.to_batches(), 150)
     found = spark.sql(f"SELECT id FROM dlrm.dlrm.{table} WHERE {filtered}")
     assert sorted(one for (one,) in found) == list(kept)
 
@@ -162,7 +163,7 @@ def test_our_writes_and_our_expiry_stay_readable_by_spark(spark: Spark, own: War
     table = f"dlrm.dlrm.{name}"
     spark.sql(f"INSERT INTO {table} SELECT DATE'2025-01-04', 900, 1.5, array(1L), 'AT'")
     again = TABLE.filter(pa.compute.equal(TABLE[DAY], pa.scalar(DAYS[1], pa.date32())))
-    own.replace_days(name, {DAYS[1]: "third"}, again.schema, again.to_batches(), 50)
+    replace_days(own, name, {DAYS[1]: "third"}, again.schema, again.to_batches(), 50)
     expire(own, name, datetime.timedelta())
     assert read(own, name) == by_spark(spark, name)
     assert own.written_days(name) == WRITTEN | {DAYS[1]: "third"}
@@ -174,7 +175,7 @@ def test_a_table_that_spark_raised_to_version_3_is_read_and_not_written(
     spark.sql(f"ALTER TABLE dlrm.dlrm.{name} SET TBLPROPERTIES ('format-version'='3')")
     assert read(own, name) == by_spark(spark, name)
     with pytest.raises(StorageError, match="expected version 1 or 2 to change it, got 3"):
-        own.replace_days(name, WRITTEN, TABLE.schema, TABLE.to_batches(), 150)
+        replace_days(own, name, WRITTEN, TABLE.schema, TABLE.to_batches(), 150)
 
 
 def test_columns_that_must_have_values_are_named(spark: Spark, own: Warehouse, name: str) -> None:
@@ -183,6 +184,6 @@ def test_columns_that_must_have_values_are_named(spark: Spark, own: Warehouse, n
         f"CREATE TABLE {table} (day DATE, id BIGINT NOT NULL, must STRING NOT NULL) USING iceberg PARTITIONED BY (day)"
     )
     with pytest.raises(StorageError, match="must"):
-        own.replace_days(
-            f"{name}_must", WRITTEN, TABLE.select([DAY, "id"]).schema, TABLE.select([DAY, "id"]).to_batches(), 150
+        replace_days(
+            own, f"{name}_must", WRITTEN, TABLE.select([DAY, "id"]).schema, TABLE.select([DAY, "id"]).to_batches(), 150
         )

@@ -16,6 +16,7 @@ from flows.score import score
 from flows.train import train
 from pipeline.errors import ContractError
 from storage.errors import ConflictError
+from storage.snapshot.writing import replace_days
 from tests.homes import CONFIG, open_smoke
 from tests.ports import free_port
 from tests.rest import serving_catalog
@@ -54,14 +55,14 @@ def test_two_writers_of_one_day_do_not_double_it(keys: dict[str, Any]) -> None:
     day = datetime.date(2025, 1, 6)
     rows = pa.table({"day": pa.array([day] * 3, pa.date32()), "user": [1, 2, 3]})
     first, second = (one.warehouse for one in workspaces)
-    first.replace_days("smoke", {day: "a"}, rows.schema, rows.to_batches(), 3)
+    replace_days(first, "smoke", {day: "a"}, rows.schema, rows.to_batches(), 3)
 
     def meanwhile() -> Iterator[pa.RecordBatch]:
-        first.replace_days("smoke", {day: "c"}, rows.schema, rows.slice(0, 1).to_batches(), 1)
+        replace_days(first, "smoke", {day: "c"}, rows.schema, rows.slice(0, 1).to_batches(), 1)
         yield from rows.to_batches()
 
     with pytest.raises(ConflictError):
-        second.replace_days("smoke", {day: "b"}, rows.schema, meanwhile(), 3)
+        replace_days(second, "smoke", {day: "b"}, rows.schema, meanwhile(), 3)
     assert second.day_rows(second.current("smoke")) == {day: 1}
 
 

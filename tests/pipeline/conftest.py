@@ -26,6 +26,7 @@ from pipeline.transforms.ops.sparse import SigridHash
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 from tests.sharing import once
 
@@ -71,7 +72,9 @@ def make_warehouse() -> Callable[[Path, list[pa.Table]], DataSpec]:
         warehouse = Warehouse(CONFIG, home)
         whole = pa.concat_tables(tables)
         names = {day: f"day {i}" for i, day in enumerate(DAYS[: len(tables)])}
-        snapshot = warehouse.replace_days("t", names, whole.schema, whole.to_batches(max_chunksize=100), whole.num_rows)
+        snapshot = replace_days(
+            warehouse, "t", names, whole.schema, whole.to_batches(max_chunksize=100), whole.num_rows
+        )
         features = FeatureSchema(
             dense=(
                 DenseGroup(columns=("share",), transforms=()),

@@ -33,6 +33,7 @@ from storage.layout.rewrite import rewrite_day
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot import maintenance
 from storage.snapshot.maintenance import drop_tags, expire, list_tags, vacuum
+from storage.snapshot.writing import append_rows, replace_days
 from storage.warehouse import Warehouse
 from tests.simulation import disk
 from tests.simulation.disk import KILLED, Disk, Killed
@@ -179,7 +180,7 @@ class Run:
             return
         rows = [{"day": day, "row": row} for day, identity in todo.items() for row in self.rows[identity]]
         batches = pa.Table.from_pylist(rows, SCHEMA).to_batches(4)
-        house.replace_days(TABLE, todo, SCHEMA, batches, len(rows))
+        replace_days(house, TABLE, todo, SCHEMA, batches, len(rows))
 
     def ingest(self) -> None:
         version, days = self.new_version(), self.draw.sample(DAYS, self.draw.randint(1, 3))
@@ -196,7 +197,7 @@ class Run:
             if self.events[number] == 0:
                 self.events[number] = -1  # unknown
                 try:
-                    house.append(EVENTS, SCHEMA, [{"day": DAYS[0], "row": number}])
+                    append_rows(house, EVENTS, SCHEMA, [{"day": DAYS[0], "row": number}])
                 except ConflictError:
                     self.events[number] = 0
                     raise

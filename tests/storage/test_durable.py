@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2025, 6, 1)
@@ -29,7 +30,7 @@ def test_every_file_of_a_table_is_synced(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", note)
     for number in range(2):
         rows = pa.table({"day": [DAY] * 3, "row": [number] * 3}, SCHEMA)
-        reference = warehouse.replace_days("ads", {DAY: f"{number}"}, SCHEMA, rows.to_batches(), 3)
+        reference = replace_days(warehouse, "ads", {DAY: f"{number}"}, SCHEMA, rows.to_batches(), 3)
     assert warehouse.day_rows(reference) == {DAY: 3}
     files = [path for path in tmp_path.rglob("*") if path.suffix in (".parquet", ".avro", ".json")]
     assert len(files) > 6
@@ -39,7 +40,7 @@ def test_every_file_of_a_table_is_synced(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_existing_file_is_not_written_over(tmp_path: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(), tmp_path)
     rows = pa.table({"day": [DAY], "row": [1]}, SCHEMA)
-    warehouse.replace_days("ads", {DAY: "1"}, SCHEMA, rows.to_batches(), 1)
+    replace_days(warehouse, "ads", {DAY: "1"}, SCHEMA, rows.to_batches(), 1)
     table = warehouse.table("ads")
     with pytest.raises(FileExistsError, match="already exists"):
         table.io.new_output(table.metadata_location).create()

@@ -23,6 +23,7 @@ from storage.layout.rewrite import rewrite_day
 from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
 from storage.snapshot.maintenance import expire
+from storage.snapshot.writing import append_rows, replace_days
 from storage.warehouse import Warehouse
 from tests.homes import read_rows, rows_of, write_days
 
@@ -89,7 +90,7 @@ def test_chunks_files_and_row_groups_keep_the_order_of_the_rows(warehouse: Wareh
 
 def test_a_day_can_be_emptied(warehouse: Warehouse) -> None:
     write(warehouse, rows(DAY1, 5), rows(DAY2, 6))
-    empty = warehouse.replace_days("events", {DAY1: "gone"}, rows(DAY1, 0).schema, [], 0)
+    empty = replace_days(warehouse, "events", {DAY1: "gone"}, rows(DAY1, 0).schema, [], 0)
     assert warehouse.day_rows(empty) == {DAY2: 6}
 
 
@@ -286,7 +287,7 @@ def test_an_absent_and_an_empty_table(warehouse: Warehouse) -> None:
     with pytest.raises(StorageError, match=r"got tables: none\. Run"):
         warehouse.current("events")
     with pytest.raises(StorageError, match="rows to write"):
-        warehouse.replace_days("events", {DAY1: "i"}, rows(DAY1, 0).schema, [], 1)
+        replace_days(warehouse, "events", {DAY1: "i"}, rows(DAY1, 0).schema, [], 1)
     with pytest.raises(StorageError) as error:
         warehouse.current("events")
     assert (
@@ -321,7 +322,7 @@ def test_another_number_of_rows_is_refused_and_nothing_stays(warehouse: Warehous
     old = write(warehouse, rows(DAY1, 5))
     table = rows(DAY1, 30)
     with pytest.raises(StorageError) as error:
-        warehouse.replace_days("events", {DAY1: "i"}, table.schema, table.to_batches(max_chunksize=5), 31)
+        replace_days(warehouse, "events", {DAY1: "i"}, table.schema, table.to_batches(max_chunksize=5), 31)
     assert str(error.value) == (
         "table 'events': expected 31 rows to write, got 30. The source changed while it was read. Run the command again."
     )
@@ -333,7 +334,7 @@ def test_rows_of_another_day_are_refused_before_the_commit(warehouse: Warehouse,
     old = write(warehouse, rows(DAY1, 5), rows(DAY2, 5))
     table = rows(DAY3, 4)
     with pytest.raises(StorageError) as error:
-        warehouse.replace_days("events", {DAY1: "i", DAY2: "i"}, table.schema, table.to_batches(), 4)
+        replace_days(warehouse, "events", {DAY1: "i", DAY2: "i"}, table.schema, table.to_batches(), 4)
     assert str(error.value) == (
         "table 'events': expected rows of 2024-01-01 to 2024-01-02 only, got rows of 2024-01-03. "
         "Pass all days of the rows."
@@ -354,7 +355,7 @@ def test_an_error_between_batches_leaves_the_old_day_and_no_files(
         raise kind("stop")
 
     with pytest.raises(kind, match="stop"):
-        warehouse.replace_days("events", {DAY1: "i"}, rows(DAY1, 0).schema, batches(), 100)
+        replace_days(warehouse, "events", {DAY1: "i"}, rows(DAY1, 0).schema, batches(), 100)
     assert warehouse.current("events") == old
     assert ids(warehouse) == [0, 1, 2, 3, 4]
     assert on_disk(home) == in_table(warehouse)
@@ -405,7 +406,7 @@ def test_a_commit_that_takes_effect_after_its_error_keeps_its_files(
     commit, late = type(warehouse.catalog).commit_table, list[Any]()
     change: Callable[[], object] = partial(write, warehouse, rows(DAY1, 1, 70))
     if append:
-        change = partial(warehouse.append, "events", rows(DAY1, 0).schema, [{"day": DAY1, "id": 70}])
+        change = partial(append_rows, warehouse, "events", rows(DAY1, 0).schema, [{"day": DAY1, "id": 70}])
 
     def gives_up(*arguments: Any) -> None:
         late.append(arguments)
@@ -485,7 +486,7 @@ def race(home: Path, mine: pa.Table, theirs: pa.Table) -> tuple[Warehouse, Snaps
         write(other, theirs, identity="theirs")
 
     days = dict.fromkeys(mine["day"].to_pylist(), "mine")
-    return warehouse, warehouse.replace_days("events", days, mine.schema, batches(), mine.num_rows)
+    return warehouse, replace_days(warehouse, "events", days, mine.schema, batches(), mine.num_rows)
 
 
 def test_of_two_writers_of_one_day_exactly_one_wins(home: Path) -> None:
@@ -540,6 +541,7 @@ import datetime, os, pathlib, signal, sys
 import pyarrow as pa
 import pyiceberg.catalog.sql, pyiceberg.io.pyarrow  # once, not in every child
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
@@ -558,7 +560,7 @@ def write(point):
         warehouse.catalog.commit_table = die
     if point == "after commit":
         warehouse.catalog.commit_table = lambda *arguments: (commit(*arguments), die())
-    warehouse.replace_days("events", {DAY: "new"}, table.schema, batches(), 40)
+    replace_days(warehouse, "events", {DAY: "new"}, table.schema, batches(), 40)
 
 for point in [int(text) if text.isdigit() else text for text in sys.argv[2:]]:
     child = os.fork()

@@ -15,6 +15,7 @@ from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError, StorageError
 from storage.layout.spec import Layout, leaf_paths
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 from tests.homes import read_rows, write_days
 
@@ -172,7 +173,7 @@ def test_invalid_properties_are_named(properties: dict[str, str]) -> None:
 def test_a_row_without_a_day_is_refused(warehouse: Warehouse, home: Path) -> None:
     rows = pa.table({"day": pa.array([DAY1, None], pa.date32()), "id": [1, 2]})
     with pytest.raises(StorageError) as error:
-        warehouse.replace_days("events", {DAY1: "i"}, rows.schema, rows.to_batches(), 2)
+        replace_days(warehouse, "events", {DAY1: "i"}, rows.schema, rows.to_batches(), 2)
     assert str(error.value) == (
         "column 'day': expected a day in each row, got rows without one. Give the source's rows a day."
     )

@@ -17,6 +17,7 @@ from pipeline.transforms.ops.sparse import FirstX, SigridHash
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2025, 1, 6)
@@ -61,7 +62,7 @@ def write_dataset(workload: Workload, rows: int, folder: Path, seed: int) -> Dat
     else:
         uncut = workload.model_copy(update={"truncation": 2**31 - 1})
         schema, chunks = next(_chunks(uncut, 1, 1, seed)).schema, _chunks(uncut, rows, group, seed)
-        snapshot = warehouse.replace_days(table, {DAY: identity}, schema, chunks, rows)
+        snapshot = replace_days(warehouse, table, {DAY: identity}, schema, chunks, rows)
     return DataSpec(
         warehouse=warehouse.config, home=str(folder), snapshot=snapshot, selection=Selection(days=(DAY,)),
         plan=build_plan(make_schema(workload), warehouse.schema(snapshot)), label=LABEL,

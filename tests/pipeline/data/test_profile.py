@@ -16,6 +16,7 @@ from pipeline.data.profile import BUCKETS, add_drift, measure, measure_days, pro
 from storage.config import WarehouseConfig
 from storage.query import connect
 from storage.reader import DAY
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(3)]
@@ -209,7 +210,7 @@ def test_lists_that_are_all_empty(connection: duckdb.DuckDBPyConnection) -> None
 def test_stored_days_are_measured_like_the_source(connection: duckdb.DuckDBPyConnection, tmp_path: Path) -> None:
     table = make()
     warehouse = Warehouse(WarehouseConfig(row_group_rows=500, file_rows=700), tmp_path / "home")
-    snapshot = warehouse.replace_days("t", dict.fromkeys(DAYS, "x"), table.schema, table.to_batches(300), 3_000)
+    snapshot = replace_days(warehouse, "t", dict.fromkeys(DAYS, "x"), table.schema, table.to_batches(300), 3_000)
     source = measured(connection, table, numbers={"count"})
     again = measure_days(connection, warehouse, snapshot, DAYS[1:], {"count"})
     assert set(again[DAY].to_pylist()) == set(DAYS[1:])

@@ -15,6 +15,7 @@ from pipeline.data.profile import profile_name
 from pipeline.errors import DataError
 from pipeline.extraction.extract import IngestResult
 from storage.reader import SnapshotRef
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAYS = [datetime.date(2024, 1, day) for day in range(1, 7)]
@@ -222,9 +223,8 @@ def test_a_day_of_an_earlier_version_is_compared_by_rows_and_statistics(
     ingest: Any, put: Any, warehouse: Warehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_logs(put, DAYS[:2])
-    write = Warehouse.replace_days
     with monkeypatch.context() as earlier:
-        earlier.setattr(Warehouse, "replace_days", lambda self, name, days, schema, batches, rows, notes=None: write(self, name, days, schema, batches, rows))  # fmt: skip
+        earlier.setattr("pipeline.extraction.writing.replace_days", lambda *given, notes: replace_days(*given))
         ingest(LOGS)
     assert day_notes(warehouse, warehouse.current("events")) == {}
     put(f"outcomes/{DAYS[0]}.parquet", impression_id=[0], outcome_time=[pd.Timestamp(DAYS[0])])
@@ -242,7 +242,7 @@ def test_statistics_of_other_rows_are_not_compared_with(ingest: Any, put: Any, w
     stale = warehouse.reader(warehouse.current(profile_name("events")), schema.names)
     batches = [batch for fragment in stale.fragments() for batch in stale.batches(fragment)]
     count = sum(batch.num_rows for batch in batches)
-    warehouse.replace_days(profile_name("events"), {DAYS[0]: "another"}, batches[0].schema, batches, count)
+    replace_days(warehouse, profile_name("events"), {DAYS[0]: "another"}, batches[0].schema, batches, count)
     put_hours(put, DAYS[0], range(1))
     assert losses(ingest(PLAIN)) == []
 

@@ -24,6 +24,7 @@ from storage.errors import ConflictError
 from storage.layout.rewrite import rewrite_day
 from storage.reader import SnapshotRef
 from storage.snapshot.maintenance import expire
+from storage.snapshot.writing import append_rows, replace_days
 from storage.warehouse import Warehouse
 from tests.homes import read_rows, write_days
 
@@ -207,7 +208,7 @@ def test_a_day_ingested_meanwhile_is_not_overwritten(warehouse):
     ingest(warehouse, 1, "second")
     days = {DAYS[1]: "first"}
     with pytest.raises(ConflictError, match="rows written in the meantime"):
-        warehouse.replace_days("t", days, rows.schema, rows.to_batches(), 230, made_of=first)
+        replace_days(warehouse, "t", days, rows.schema, rows.to_batches(), 230, made_of=first)
     assert warehouse.written_days("t")[DAYS[1]] == "second"
 
 
@@ -237,7 +238,7 @@ def test_what_is_refused(warehouse, tmp_path):
 def test_a_day_that_another_engine_has_written_is_due_again(warehouse):
     run(warehouse)
     more = day_of(1, 5)
-    warehouse.append("t", more.schema, more.to_pylist())
+    append_rows(warehouse, "t", more.schema, more.to_pylist())
     assert run(warehouse).days_written == (DAYS[1],)
     assert run(warehouse).days_written == ()
 

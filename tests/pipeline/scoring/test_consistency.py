@@ -16,6 +16,7 @@ from pipeline.serving.config import ServedVersion
 from pipeline.serving.row_log import RowLog
 from pipeline.transforms.joins import EventWindow, History
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 from tests.homes import START, moments, read_rows, rows_of, write_days
 
@@ -98,7 +99,7 @@ def test_rows_served_as_they_are_computed_do_not_differ(warehouse, tmp_path):
     assert {one["feature"]: one["rows"] for one in found.features}["num"] == 500
     day = pa.array([START.date()] * 500, pa.date32())
     stored = served[:500].append_column("day", day)
-    warehouse.replace_days("served", {START.date(): "a"}, stored.schema, stored.to_batches(), 500)
+    replace_days(warehouse, "served", {START.date(): "a"}, stored.schema, stored.to_batches(), 500)
     found = compare(warehouse, "served")
     assert (found.rows, found.only_then, found.only_now) == (500, 0, DAYS * ROWS - 500)
     assert not any(by_feature(found).values())

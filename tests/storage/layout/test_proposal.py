@@ -11,6 +11,7 @@ from storage.config import WarehouseConfig
 from storage.layout.proposal import CHUNK_BYTES, LEAST_ROWS, MOST_ROWS, measure_layout, popularity, propose
 from storage.layout.reads import ReadRecord
 from storage.layout.spec import Layout
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 from storage.writer import write_parquet
 
@@ -54,7 +55,7 @@ def test_the_numbers_are_those_of_a_file() -> None:
 
 def test_a_proposal_puts_columns_that_are_read_first(home: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(row_group_rows=1_000), home)
-    snapshot = warehouse.replace_days("t", {DAY: "i"}, table().schema, table().to_batches(), 3_000)
+    snapshot = replace_days(warehouse, "t", {DAY: "i"}, table().schema, table().to_batches(), 3_000)
     reads = [read("c20", "c5"), read("c20", "gone")]
     current = warehouse.default_layout
     found = propose(warehouse, snapshot, current, reads, ["c2", "c20"], order_by=["c2"])

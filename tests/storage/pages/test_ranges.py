@@ -16,6 +16,7 @@ from storage.layout.rewrite import set_layout
 from storage.layout.spec import Layout
 from storage.pages.ranges import MOST_BYTES, Range, merge_ranges
 from storage.snapshot.row_filter import RowChoice
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
@@ -39,7 +40,7 @@ def test_reads_of_an_object_store_are_counted(home: Path, gap_bytes: int, monkey
     rows = pa.table(
         {"day": pa.array([DAY] * 1_000, pa.date32()), **columns, "tags": [[i, i + 1] for i in range(1_000)]}
     )
-    snapshot = warehouse.replace_days("events", {DAY: "i"}, rows.schema, rows.to_batches(), 1_000)
+    snapshot = replace_days(warehouse, "events", {DAY: "i"}, rows.schema, rows.to_batches(), 1_000)
     set_layout(warehouse.table("events"), Layout(row_group_rows=500, gap_bytes=gap_bytes))
     names = ["c1", "tags", "c2", "c7"]
     local = warehouse.reader(snapshot, names)

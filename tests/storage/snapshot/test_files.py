@@ -22,6 +22,7 @@ from storage.layout.columns import Footers
 from storage.layout.rewrite import days_to_compact, rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotReader, SnapshotRef
+from storage.snapshot.writing import append_rows
 from storage.warehouse import Warehouse
 from tests.homes import rows_of, write_days
 from tests.storage.foreign import add_file, delete_rows, delete_values
@@ -396,7 +397,7 @@ def test_a_table_of_format_version_3_is_read_and_not_written(warehouse: Warehous
     assert [row[1] for row in read(warehouse)] == [0]
     for call in (
         lambda: write(warehouse, DAY1),
-        lambda: warehouse.append("events", rows([]).schema, rows([DAY1]).to_pylist()),
+        lambda: append_rows(warehouse, "events", rows([]).schema, rows([DAY1]).to_pylist()),
         lambda: warehouse.tag(snapshot, "train"),
         lambda: warehouse.set_properties("events", {"a": "b"}),
     ):

@@ -29,6 +29,7 @@ from storage.layout.rewrite import rewrite_day, set_layout
 from storage.layout.spec import Layout
 from storage.reader import DAY
 from storage.snapshot.maintenance import drop_tags, expire, vacuum
+from storage.snapshot.writing import append_rows, replace_days
 from storage.warehouse import Warehouse
 from tests.storage.foreign import add_files, register
 
@@ -227,8 +228,8 @@ def test_a_table_is_never_changed(theirs: Catalog, opened: Callable[..., Warehou
     snapshot = warehouse.current("samples")
     rows = log().slice(0, 1)
     for change in (
-        lambda: warehouse.replace_days("samples", {START.date(): "i"}, rows.schema, rows.to_batches(), 1),
-        lambda: warehouse.append("samples", rows.schema, rows.to_pylist()),
+        lambda: replace_days(warehouse, "samples", {START.date(): "i"}, rows.schema, rows.to_batches(), 1),
+        lambda: append_rows(warehouse, "samples", rows.schema, rows.to_pylist()),
         lambda: warehouse.set_properties("samples", {"a": "b"}),
         lambda: set_layout(warehouse.table("samples"), Layout(codec="lz4")),
         lambda: rewrite_day(warehouse, "samples", START.date(), tmp_path),

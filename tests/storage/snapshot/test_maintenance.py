@@ -79,7 +79,7 @@ def write(point):
                         (type(warehouse.catalog), "load_table")):
         counted(owner, name, point)
     table = pa.table({"day": pa.array([DAY] * 40, pa.date32()), "id": pa.array(range(100, 140))})
-    warehouse.replace_days("events", {DAY: "new"}, table.schema, table.to_batches(max_chunksize=5), 40)
+    replace_days(warehouse, "events", {DAY: "new"}, table.schema, table.to_batches(max_chunksize=5), 40)
 
 for line in sys.stdin:
     child = os.fork()
@@ -165,7 +165,7 @@ def test_rows_in_a_wrong_partition_are_noticed_after_the_commit(
         patch.setattr(DataFile, "from_args", misplaced)
         with pytest.raises(StorageError, match="rows of 2024-01-01 only, got rows of 2024-01-02"):
             write(warehouse, rows(DAY1, 9))
-        patch.setattr("storage.warehouse.day_of", lambda file: DAY1)  # past the check before the commit
+        patch.setattr("storage.snapshot.writing.day_of", lambda file: DAY1)  # past the check before the commit
         patch.setattr(Warehouse, "day_rows", lambda *_: {DAY2: 13})
         with pytest.raises(StorageError) as error:
             write(warehouse, rows(DAY1, 9))

@@ -23,6 +23,7 @@ from storage.layout.rewrite import set_layout
 from storage.layout.spec import Layout
 from storage.reader import READ_ROWS, SnapshotReader, SnapshotRef
 from storage.snapshot.row_groups import FileColumn, GroupFilter
+from storage.snapshot.writing import append_rows, replace_days
 from storage.warehouse import Warehouse
 from storage.writer import MEASURED_COLUMNS
 from tests.storage.foreign import add_files, delete_rows, delete_values
@@ -132,7 +133,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     starts = itertools.count(0, 60)
     own = [make_rows(random, 60, next(starts), clustered) for clustered in (True, False)]
     rows = pa.concat_tables(own)
-    warehouse.replace_days("events", {DAY: "i"}, SCHEMA, rows.to_batches(), rows.num_rows)
+    replace_days(warehouse, "events", {DAY: "i"}, SCHEMA, rows.to_batches(), rows.num_rows)
     theirs = []
     for options in ({}, {"write_statistics": False}, {"write_statistics": ["text", "large"]}, {"version": "1.0"}):
         theirs.append(make_rows(random, 60, next(starts), True))
@@ -184,9 +185,9 @@ def sorted_table(tmp_path: Path) -> tuple[Warehouse, SnapshotRef]:
     rows = pa.table({
         "day": pa.array([DAY] * 1_000, pa.date32()), "id": ids, "other": ids % 10, "tags": [[i, i] for i in ids.tolist()],
     })  # fmt: skip
-    warehouse.replace_days("events", {DAY: "i"}, rows.schema, rows.slice(0, 0).to_batches(), 0)
+    replace_days(warehouse, "events", {DAY: "i"}, rows.schema, rows.slice(0, 0).to_batches(), 0)
     set_layout(warehouse.table("events"), Layout(row_group_rows=100, order_by=("id",)))
-    return warehouse, warehouse.replace_days("events", {DAY: "i"}, rows.schema, rows.to_batches(), 1_000)
+    return warehouse, replace_days(warehouse, "events", {DAY: "i"}, rows.schema, rows.to_batches(), 1_000)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_columns_are_aligned_where_some_parts_of_a_row_group_have_no_row(
         "day": pa.array([DAY] * count, pa.date32()), "id": np.arange(count), "mark": mark,
         "tags": pa.array([[i] * (i % 4) for i in range(count)]), "text": [f"{i:x}" for i in range(count)],
     })  # fmt: skip
-    snapshot = warehouse.replace_days("events", {DAY: "i"}, rows.schema, rows.to_batches(), count)
+    snapshot = replace_days(warehouse, "events", {DAY: "i"}, rows.schema, rows.to_batches(), count)
     gone = [0, 1, 2, READ_ROWS - 1, READ_ROWS, count - 1] if deleted else []
     if deleted:
         [fragment] = warehouse.reader(snapshot, ["id"]).fragments()
@@ -277,7 +278,7 @@ def test_statistics_of_another_writer_exclude_what_they_prove(
 ) -> None:
     warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
     schema = pa.schema([("day", pa.date32()), ("x", kind)])
-    warehouse.replace_days("events", {DAY: "i"}, schema, [], 0)
+    replace_days(warehouse, "events", {DAY: "i"}, schema, [], 0)
     pq.write_table(pa.table({"x": values}), tmp_path / "theirs.parquet")
     file = pq.ParquetFile(tmp_path / "theirs.parquet")
     table = warehouse.table("events")
@@ -292,7 +293,7 @@ def test_a_column_that_a_file_lacks_is_null_or_has_its_default(sorted_table: tup
     with warehouse.table("events").update_schema() as update:
         update.add_column("later", LongType())
     schema = pa.schema([("day", pa.date32()), ("id", pa.int64()), ("later", pa.int64())])
-    warehouse.append("events", schema, [{"day": DAY, "id": 1_000, "later": 1}])
+    append_rows(warehouse, "events", schema, [{"day": DAY, "id": 1_000, "later": 1}])
     for text, kept, skipped in (
         ("later is null and id < 5", 5, 10),
         ("later = 1", 1, 10),
@@ -307,9 +308,9 @@ def test_sorted_and_first_columns_get_statistics_and_lists_none(tmp_path: Path) 
     names = [f"c{i}" for i in range(MEASURED_COLUMNS + 20)]
     columns = {"day": pa.array([DAY] * 3, pa.date32()), **dict.fromkeys(names, pa.array([3, 1, 2])), "tags": [[1]] * 3}
     rows = pa.table(columns)
-    warehouse.replace_days("events", {DAY: "i"}, rows.schema, [], 0)
+    replace_days(warehouse, "events", {DAY: "i"}, rows.schema, [], 0)
     set_layout(warehouse.table("events"), Layout(first=("c70", "tags"), order_by=(names[-1],)))
-    snapshot = warehouse.replace_days("events", {DAY: "i"}, rows.schema, rows.to_batches(), 3)
+    snapshot = replace_days(warehouse, "events", {DAY: "i"}, rows.schema, rows.to_batches(), 3)
     [fragment] = warehouse.reader(snapshot, ["day"]).fragments()
     group = pq.read_metadata(fragment.path.removeprefix("file://")).row_group(0)
     chunks = [group.column(i) for i in range(group.num_columns)]

@@ -11,6 +11,7 @@ from pipeline.errors import ConfigError
 from pipeline.jobs.ingest.ingest import ingest
 from pipeline.jobs.training.job import PLANS, resolve_job
 from storage.errors import StorageError
+from storage.snapshot.writing import replace_days
 from tests.homes import open_smoke
 
 SMALL = {"source.generator.rows_per_day": 100}
@@ -87,7 +88,7 @@ def test_an_emptied_day_is_no_day_of_the_table(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     ingest(open_smoke(SMALL), DAYS)
     warehouse = open_smoke().warehouse
-    warehouse.replace_days("smoke", {DAYS[3]: "gone"}, warehouse.schema(warehouse.current("smoke")), [], 0)
+    replace_days(warehouse, "smoke", {DAYS[3]: "gone"}, warehouse.schema(warehouse.current("smoke")), [], 0)
     assert refusal({}) == (
         "split.days.test '2025-01-09': expected days of the table, 2025-01-06 to 2025-01-08, got no such day. "
         "Ingest the day, or name another."

@@ -28,6 +28,7 @@ from pipeline.transforms.ops.sparse import FirstX, SigridHash
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import DenseGroup, FeatureSchema, SparseGroup
 from storage.errors import CorruptFileError
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 from tests.pipeline.conftest import DAYS, make_day
 from tests.pipeline.preprocessing.reference import BATCH_ROWS, CONFIG, SEED, column_of, corrupt, files_of
@@ -139,7 +140,7 @@ def test_weights_and_sessions_are_kept(make_warehouse: Maker, days: list[pa.Tabl
 def test_a_rewritten_day_is_read_anew(spec: DataSpec, days: list[pa.Table], tmp_path: Path) -> None:
     before = run(spec, tmp_path)
     other = column_of(days[1], "num_b", 5, 77.0)
-    warehouse_of(spec).replace_days("t", {DAYS[1]: "again"}, other.schema, [*other.to_batches()], other.num_rows)
+    replace_days(warehouse_of(spec), "t", {DAYS[1]: "again"}, other.schema, [*other.to_batches()], other.num_rows)
     after = run(current(spec), tmp_path)
     assert result(after) == result(run(plain(current(spec)), tmp_path)) != result(before)
     assert after.cache["hits"] > 0  # of the other day

@@ -14,6 +14,7 @@ from pipeline.study.layout.ladder import ROUNDS, STEPS, as_maps, measure_ladder,
 from storage.config import WarehouseConfig
 from storage.layout.reads import read_percentiles, traffic_curve
 from storage.layout.spec import Layout
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 ROWS = 200
@@ -144,7 +145,7 @@ def test_a_sample_is_of_the_newest_day(tmp_path, monkeypatch):
         ],
         pa.schema(kept),
     )
-    snapshot = warehouse.replace_days("t", dict.fromkeys(days, "i"), rows.schema, rows.to_batches(), 500)
+    snapshot = replace_days(warehouse, "t", dict.fromkeys(days, "i"), rows.schema, rows.to_batches(), 500)
     found = take_sample(warehouse, snapshot, ["dense_5"])
     assert sorted(found["a"].to_pylist()) == list(range(250, 500))
     keys = {"dense_0", "dense_1", "dense_2", "dense_5", "scored_7", "scored_7_scores"}

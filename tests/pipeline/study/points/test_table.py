@@ -13,7 +13,6 @@ from pipeline.study.points.load import load_study
 from pipeline.study.points.points import StudyPoint
 from pipeline.study.points.table import write_dataset
 from pipeline.study.points.workload import draw_batches, make_plan
-from storage.warehouse import Warehouse
 
 SHAPE = Workload(dense_features=3, sparse_features=4, hash_size=500, lookups=6, lengths="power_law", truncation=9)
 
@@ -49,7 +48,7 @@ def test_a_workload_without_numbers_can_be_read(tmp_path, monkeypatch):
 def test_an_existing_table_is_reused(tmp_path, monkeypatch):
     first = write_dataset(SHAPE, 50, tmp_path, seed=3)
     others = [write_dataset(SHAPE, 51, tmp_path, 3), write_dataset(SHAPE, 50, tmp_path, 4)]
-    monkeypatch.setattr(Warehouse, "replace_days", lambda *_: pytest.fail("written again"))
+    monkeypatch.setattr(rows_of, "replace_days", lambda *_: pytest.fail("written again"))
     assert write_dataset(SHAPE, 50, tmp_path, seed=3) == first
     assert len({spec.snapshot.table for spec in (first, *others)}) == 3
 

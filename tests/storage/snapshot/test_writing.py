@@ -11,16 +11,17 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
 
 from storage.errors import ConflictError
+from storage.snapshot.writing import append_rows
 from storage.warehouse import Warehouse
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SCHEMA = pa.schema([("day", pa.date32()), ("who", pa.string()), ("number", pa.int64())])
 EVENTS = 4
 DAY = datetime.date(2024, 1, 1)
 WRITER = """
 import sys
 from pathlib import Path
-from tests.storage.test_append import event
+from tests.storage.snapshot.test_writing import event
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
 
@@ -33,7 +34,7 @@ for number in range(int(sys.argv[3])):
 
 def event(warehouse: Warehouse, who: str, number: int) -> None:
     day = DAY + datetime.timedelta(days=number % 2)
-    warehouse.append("log", SCHEMA, [{"day": day, "who": who, "number": number}])
+    append_rows(warehouse, "log", SCHEMA, [{"day": day, "who": who, "number": number}])
 
 
 def stored(warehouse: Warehouse) -> list[tuple[str, int]]:
@@ -58,11 +59,11 @@ def test_two_processes_at_once_lose_no_event(warehouse: Warehouse, home: Path) -
 
 def test_a_commit_is_one_snapshot_and_takes_several_days(warehouse: Warehouse) -> None:
     rows = [{"day": DAY + datetime.timedelta(days=i % 3), "who": "a", "number": i} for i in range(6)]
-    reference = warehouse.append("log", SCHEMA, rows)
+    reference = append_rows(warehouse, "log", SCHEMA, rows)
     assert len(warehouse.table("log").snapshots()) == 1
     assert list(warehouse.day_rows(reference).values()) == [2, 2, 2]
     wider = SCHEMA.append(pa.field("why", pa.string()))
-    warehouse.append("log", wider, [{"day": DAY, "who": "b", "number": 9, "why": "new"}])
+    append_rows(warehouse, "log", wider, [{"day": DAY, "who": "b", "number": 9, "why": "new"}])
     assert stored(warehouse) == sorted([("a", i) for i in range(6)] + [("b", 9)])
 
 
@@ -76,7 +77,7 @@ def test_a_conflict_without_end_leaves_nothing(warehouse: Warehouse, home: Path,
         raise CommitFailedException("another writer")
 
     monkeypatch.setattr(SqlCatalog, "commit_table", faster)
-    monkeypatch.setattr(Warehouse, "_evolve", lambda self, name, schema: self.table(name))
+    monkeypatch.setattr("storage.snapshot.writing._evolve", lambda warehouse, name, schema: warehouse.table(name))
     with pytest.raises(ConflictError) as error:
         event(warehouse, "a", 1)
     assert str(error.value) == (

@@ -1,0 +1,226 @@
+"""Writes to tables: replaces whole days or appends a few rows, in one commit each."""
+
+import datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError
+from pyiceberg.manifest import DataFile
+from pyiceberg.table import Table, Transaction
+from pyiceberg.table.snapshots import Operation
+
+from storage.arrow import family_of, is_same_type
+from storage.config import find_owner
+from storage.errors import ConflictError, StorageError
+from storage.snapshot.catalog import PART_OF, create_table
+from storage.snapshot.commit import CachedTransaction, RecordingIO, ReplacedDays, committing
+from storage.snapshot.day_rule import days_filter
+from storage.snapshot.days import CONTENTS, IDENTITIES, NOTES, hash_paths
+from storage.snapshot.files import SnapshotRef, data_files, day_of
+from storage.warehouse import Warehouse, check_name, reference_of, refuse_mixed
+from storage.writer import DataFileWriter, collect_chunks
+
+
+def replace_days(
+    warehouse: Warehouse,
+    name: str,
+    days: Mapping[datetime.date, str],
+    schema: pa.Schema,
+    batches: Iterable[pa.RecordBatch],
+    rows: int,
+    made_of: SnapshotRef | None = None,
+    **records: Mapping[datetime.date, Any],
+) -> SnapshotRef:
+    """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
+
+    Readers see either all old days or all new ones. Memory holds `file_rows` rows.
+
+    Args:
+        days: Day -> identity of what is written, recorded in the snapshot's summary.
+        schema: Arrow schema of the batches, including the column `day`.
+        batches: The rows, all of them in `days`.
+        rows: Expected number of rows, checked before the commit and against the table after it.
+        made_of: The snapshot that the new rows were derived from.
+        records: `notes` and `same` of `replace_files`.
+    Raises:
+        ConflictError: If another writer changed one of these days in the meantime.
+        StorageError: If the row counts differ, a row belongs to another day, or a column changed its type.
+    """
+
+    def files(writer: DataFileWriter) -> Iterator[DataFile]:
+        count = 0
+        for chunk in collect_chunks(schema, batches, writer.layout.file_rows):
+            count += chunk.num_rows
+            yield from writer.write(chunk)
+        if count != rows:
+            raise StorageError(
+                f"table '{name}'", f"{rows} rows to write", f"{count}",
+                "The source changed while it was read. Run the command again.",
+            )  # fmt: skip
+
+    table = _evolve(warehouse, name, schema)
+    if made_of is not None:
+        _refuse_changed(warehouse, table, made_of, days)
+    reference = replace_files(warehouse, table, days, files, **records)
+    _assert_rows(warehouse, reference, sorted(days), rows)
+    return reference
+
+
+def replace_files(
+    warehouse: Warehouse,
+    table: Table,
+    days: Mapping[datetime.date, str],
+    files: Callable[[DataFileWriter], Iterable[DataFile]],
+    notes: Mapping[datetime.date, Any] = MappingProxyType({}),
+    same: Mapping[datetime.date, str] = MappingProxyType({}),
+) -> SnapshotRef:
+    """Replaces the files of whole days in one commit. A change that did not take effect leaves no file.
+
+    Args:
+        table: The table as loaded when the rows were read.
+        days: As in `replace_days`. An empty identity is not recorded.
+        files: Writes the new files. An error it raises aborts the commit.
+        notes: Day -> a JSON value about what is written, for `day_notes`. The next write of the day discards it.
+        same: Day -> its `day_contents`, where the new files hold the same rows as before. They may have columns
+            that the table has never had.
+    Raises:
+        ConflictError: If another writer changed one of these days in the meantime.
+        StorageError: If a file belongs to another day.
+        UnknownCommitError: If the commit may or may not have taken effect.
+    """
+    name, transaction, io = table.name()[-1], CachedTransaction(table), RecordingIO(table.io)
+    overwrite = _overwrite(warehouse, table, transaction, days)
+    written = {day: identity for day, identity in days.items() if identity}
+    paths: dict[datetime.date, list[str]] = {day: [] for day in days}
+    with committing(table, transaction, io, overwrite.snapshot_id, f"no other writer of {_span(days)}"):
+        for file in files(DataFileWriter(table.metadata, io, warehouse.default_layout, overwrite.commit_uuid)):
+            if day_of(file) not in days:
+                raise StorageError(
+                    f"table '{name}'", f"rows of {_span(days)} only", f"rows of {day_of(file)}",
+                    "Pass all days of the rows.",
+                )  # fmt: skip
+            overwrite.append_data_file(file)
+            paths[day_of(file)].append(file.file_path)
+        contents = {day: [as_now := hash_paths(paths[day]), same.get(day, as_now)] for day in paths}
+        overwrite.records = {IDENTITIES: written, NOTES: notes, CONTENTS: contents}
+        overwrite.commit()
+    return SnapshotRef(table=name, snapshot_id=overwrite.snapshot_id)
+
+
+def append_rows(warehouse: Warehouse, name: str, schema: pa.Schema, rows: Sequence[Mapping[str, Any]]) -> SnapshotRef:
+    """Adds a few rows, such as events, in one commit. Creates the table or adds columns as needed.
+
+    Concurrent appends are kept: pyiceberg retries the commit on top of them.
+
+    Args:
+        schema: Arrow schema of the rows, including the column `day`.
+    Raises:
+        ConflictError: If other writers committed first at every retry. Nothing is added then.
+    """
+    table = _evolve(warehouse, name, schema)
+    transaction, io = CachedTransaction(table), RecordingIO(table.io)
+    append = transaction.update_snapshot().fast_append()
+    chunk = pa.Table.from_pylist(list(rows), schema)
+    with committing(table, transaction, io, append.snapshot_id, "no other writer meanwhile"):
+        for file in DataFileWriter(table.metadata, io, warehouse.default_layout, append.commit_uuid).write(chunk):
+            append.append_data_file(file)
+        append.commit()
+    return SnapshotRef(table=name, snapshot_id=append.snapshot_id)
+
+
+def _refuse_changed(warehouse: Warehouse, table: Table, made_of: SnapshotRef, days: Iterable[datetime.date]) -> None:
+    """Checks that days have not changed since a snapshot. The commit itself detects later changes."""
+    before, now = warehouse.day_names(made_of), warehouse.day_names(reference_of(table))
+    changed = [day for day in days if before.get(day) != now.get(day)]
+    if changed:
+        raise ConflictError(
+            f"table '{made_of.table}'", f"{_span(changed)} as in snapshot {made_of.snapshot_id}",
+            "rows written in the meantime", "Run the command again.",
+        )  # fmt: skip
+
+
+def _overwrite(
+    warehouse: Warehouse, table: Table, transaction: Transaction, days: Iterable[datetime.date]
+) -> ReplacedDays:
+    """Starts one snapshot for the whole change. Table.append() would make one for every chunk of rows."""
+    where = days_filter(days)
+    kind = Operation.APPEND if table.current_snapshot() is None else Operation.OVERWRITE
+    overwrite = ReplacedDays(kind, transaction, table.io)
+    overwrite.delete_by_predicate(where)
+    if table.current_snapshot() is not None:
+        for found in data_files(table, reference_of(table), frozenset(days), cache=warehouse.cache):
+            refuse_mixed(found)
+            overwrite.delete_data_file(found.file)
+    return overwrite
+
+
+def _assert_rows(warehouse: Warehouse, reference: SnapshotRef, days: Sequence[datetime.date], rows: int) -> None:
+    left_out = warehouse.left_out(reference)
+    found = data_files(left_out.table, reference, days, cache=warehouse.cache)
+    stored = sum(left_out.estimate_left(one.rows, one.file.record_count) for one in found)
+    if stored != rows:
+        raise StorageError(
+            f"table '{reference.table}'", f"{rows} rows in {len(days)} days after the commit", f"{stored}",
+            "Do not train on this snapshot. Ingest the days again.",
+        )  # fmt: skip
+
+
+def _evolve(warehouse: Warehouse, name: str, schema: pa.Schema) -> Table:
+    """Creates the table or adds missing columns. Retries if another writer changes the schema first."""
+    for column in schema.names:
+        check_name(column)
+    for _ in range(5):
+        try:
+            if not warehouse.has_table(name):
+                identifier = (warehouse.config.namespace, name)
+                create_table(warehouse.catalog, identifier, schema, warehouse.default_layout.properties())
+            table = warehouse.writable(name)
+            _refuse_stranger(table, schema)
+            _check_types(name, table.schema().as_arrow(), schema)
+            if not _holds_all(table.schema().as_arrow(), schema):
+                with table.update_schema() as update:
+                    update.union_by_name(schema)  # quadratic in the number of columns
+            return table
+        except (CommitFailedException, TableAlreadyExistsError) as error:
+            conflict = error
+    others = "another writer's change five times"
+    raise ConflictError(
+        f"schema of table '{name}'", "no concurrent change", others, "Run the command again."
+    ) from conflict
+
+
+def _span(days: Iterable[datetime.date]) -> str:
+    first, last = min(days), max(days)
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
+def _refuse_stranger(table: Table, schema: pa.Schema) -> None:
+    """Refuses to write features, statistics or scores into a table that somebody made for another purpose."""
+    name, known = table.name()[-1], set(table.schema().column_names)
+    owner, missing = find_owner(name), [column for column in schema.names if column not in known]
+    if owner is None or table.properties.get(PART_OF) == owner or not missing:
+        return
+    raise StorageError(
+        f"table '{name}'", f"the one that belongs to table '{owner}'", f"a table without {', '.join(missing)}",
+        f"Rename table '{name}', or set another name than '{owner}'.",
+    )  # fmt: skip
+
+
+def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
+    known = set(old.names)
+    pairs = {name: (old.field(name).type, new.field(name).type) for name in new.names if name in known}
+    changed = {name: pair for name, pair in pairs.items() if family_of(pair[0]) != family_of(pair[1])}
+    if changed:
+        raise StorageError(
+            f"columns of table '{table}'", ", ".join(f"{name} {family_of(pair[0])}" for name, pair in changed.items()),
+            ", ".join(f"{name} {family_of(pair[1])}" for name, pair in changed.items()),
+            "The type of a column cannot change. Convert the source column, or write to a table of another name.",
+        )  # fmt: skip
+
+
+def _holds_all(old: pa.Schema, new: pa.Schema) -> bool:
+    """Tells whether a table has all columns of a schema with their types."""
+    known = {field.name: field.type for field in old}
+    return all(field.name in known and is_same_type(known[field.name], field.type) for field in new)
