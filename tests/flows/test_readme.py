@@ -1,6 +1,7 @@
 """The commands, configs, code and links in README and docs/ work as written."""
 
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -173,6 +174,17 @@ def test_the_example_of_serving_runs(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "")  # the example sets it for the whole process
     exec(code, {})
     assert "probability" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("smoke")
+def test_the_example_of_a_loop_of_ones_own_runs(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text(blocks(DOCS / "own_loop.md", "python")[0], encoding="utf-8")
+    done = subprocess.run([sys.executable, tmp_path / "loop.py"], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "DLRM_HOME": str(home)})  # fmt: skip
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 2, done.stderr
+    assert losses[1] < losses[0] < 0.7
 
 
 def test_the_example_of_an_op_runs(tmp_path: Path) -> None:
