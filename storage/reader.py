@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ from storage.snapshot.files import (
     snapshot_at,
 )
 from storage.snapshot.files import SnapshotRef as SnapshotRef
-from storage.snapshot.maps import MapEntries, add_keys, find_keys
+from storage.snapshot.maps import add_keys
 from storage.snapshot.parquet import (
     READ_OPTIONS,
     StoredColumns,
@@ -46,9 +46,10 @@ from storage.snapshot.parquet import (
     read_metadata,
     reading,
 )
+from storage.snapshot.projection import Projection
 from storage.snapshot.row_exclusions import FileRows, ReadCache, RowExclusions
 from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, find_rows, make_mask
-from storage.snapshot.row_groups import FileColumn, GroupFilter
+from storage.snapshot.row_groups import GroupFilter
 
 READ_ROWS = 8_192
 """Rows decoded at a time."""
@@ -88,6 +89,7 @@ class SnapshotReader:
     those of other days where it put several days into one file.
 
     Attributes:
+        projection: The columns read, and those that the filter compares.
         bytes_read: Bytes of the columns read so far, compressed.
         bytes_stored: Bytes of all columns of the row groups so far, skipped ones too, compressed.
         row_groups_skipped: Row groups of which no row passed, so that at most the columns that decide were decoded.
@@ -135,11 +137,8 @@ class SnapshotReader:
         self._cache = cache or ReadCache()
         self._exclusions = RowExclusions(table, rule_of(table, reference), self._cache)
         self._stored = StoredColumns(table, reference.table)
-        self._ids = {name: self.schema.find_field(name).field_id for name in needed}
-        self._types = {name: arrow.field(name).type for name in needed}
-        self._defaults = {name: self.schema.find_field(name).initial_default for name in needed}
-        self._keys = find_keys(self.schema, needed)
-        compared = {name: self._types[name] for name in self._compared}
+        self.projection = Projection(self.schema, needed)
+        compared = {name: self.projection.types[name] for name in self._compared}
         self._groups = None if row_filter is None else GroupFilter(self.schema, row_filter, compared)
 
     def fragments(self, days: Iterable[datetime.date] | None = None) -> list[Fragment]:
@@ -150,7 +149,8 @@ class SnapshotReader:
             StorageError: If a file has another format, or lacks what is needed to read its columns.
         """
         wanted = None if days is None else frozenset(days)
-        by_key = not self._keys.keys().isdisjoint(compared_columns(self.row_filter))  # a column's nulls are in its map
+        in_maps = self.projection.keys.keys()  # a column's nulls are in its map
+        by_key = not in_maps.isdisjoint(compared_columns(self.row_filter))
         found: list[Fragment] = []
         planned = data_files(self.table, self.reference, wanted, None if by_key else self.row_filter, self._cache)
         files = sorted(planned, key=_file_order)
@@ -175,7 +175,7 @@ class SnapshotReader:
 
     def _refuse_constants(self, path: str, missing: Set[int]) -> None:
         """Refuses a file if only its partition has the value of a column."""
-        names = [f"'{name}'" for name, number in self._ids.items() if number in missing]
+        names = [f"'{name}'" for name, number in self.projection.ids.items() if number in missing]
         if names:
             raise StorageError(
                 f"file '{path}'", f"column {', '.join(names)} in it", "only a partition of that value",
@@ -192,10 +192,7 @@ class SnapshotReader:
         """Returns a reader of some of the columns, for the same fragments. It counts its own reads."""
         made = copy.copy(self)
         made.columns = list(columns)
-        needed = {*columns, *self._compared}
-        for part in ("_ids", "_types", "_defaults", "_keys"):
-            whole = getattr(self, part)
-            setattr(made, part, {name: value for name, value in whole.items() if name in needed})
+        made.projection = self.projection.only({*columns, *self._compared})
         made.bytes_read, made.bytes_stored, made.reads, made.row_groups_skipped = 0, 0, 0, 0
         made.read_sizes = Counter()
         return made
@@ -206,13 +203,14 @@ class SnapshotReader:
         Args:
             column: One to read, or one that the filter compares.
         """
-        key, number = self._keys.get(column), self._ids[column]
+        of, number = self.projection, self.projection.ids[column]
+        key = of.keys.get(column)
         mapped = self._stored.names_of(number), () if key is None else self._stored.names_of(key.field)
-        return repr((number, column == DAY, f"{self._types[column]}", self._defaults[column], key, mapped))
+        return repr((number, column == DAY, f"{of.types[column]}", of.defaults[column], key, mapped))
 
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""
-        return pa.table({name: pa.array([], self._types[name]) for name in self.columns})
+        return pa.table({name: pa.array([], self.projection.types[name]) for name in self.columns})
 
     def read(self, fragment: Fragment, choice: RowChoice | None = None) -> pa.Table:
         """Reads the rows of one row group that pass the filter and the choice, columns in the requested order.
@@ -236,7 +234,8 @@ class SnapshotReader:
             group = file.metadata.row_group(fragment.row_group)
             with self._reading(fragment.path):
                 self.bytes_stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-                found = self._groups is None or self._groups.may_match(group, self._known_columns(file, stored))
+                known = self.projection.known_columns(self._compared, file.schema_arrow, stored)
+                found = self._groups is None or self._groups.may_match(group, known)
             if not found:
                 self.row_groups_skipped += 1
             elif (local := local_path(fragment.path)) is not None:
@@ -251,19 +250,6 @@ class SnapshotReader:
                 with data, pq.ParquetFile(data, **options) as ranged:
                     yield from self._decode(_Source(ranged, data, ranges), stored, fragment, choice)
 
-    def _known_columns(self, file: pq.ParquetFile, stored: Mapping[int, str]) -> dict[str, FileColumn | None]:
-        """Returns the columns that the filter compares, as `GroupFilter.may_match` takes them."""
-        known: dict[str, FileColumn | None] = {}
-        for name in self._compared:
-            key, number = self._keys.get(name), self._ids[name]
-            if key is not None and key.field in stored:
-                continue  # the map may have what the column lacks
-            if number in stored:
-                known[name] = FileColumn(stored[number], file.schema_arrow.field(stored[number]).type)
-            elif name != DAY and self._defaults[name] is None:
-                known[name] = None
-        return known
-
     def _decode(
         self, source: "_Source", stored: Mapping[int, str], fragment: Fragment, choice: RowChoice | None
     ) -> Iterator[pa.RecordBatch]:
@@ -272,11 +258,11 @@ class SnapshotReader:
         Args:
             stored: Field id of each column in the file -> its name there.
         """
-        deciding = {*self._compared, *(choice.columns if choice is not None else ())} or set(self._types)
-        early = [name for name in self._types if name in deciding]
-        late = [name for name in self._types if name not in deciding]
-        needed = self._stored_names(early, stored)
-        missing = [name for name in self._stored_names(late, stored) if name not in needed]
+        deciding = {*self._compared, *(choice.columns if choice is not None else ())} or set(self.projection.types)
+        early = [name for name in self.projection.types if name in deciding]
+        late = [name for name in self.projection.types if name not in deciding]
+        needed = self.projection.stored_names(early, stored)
+        missing = [name for name in self.projection.stored_names(late, stored) if name not in needed]
         # keys alone are spread over row groups: a read of their own would hardly ever save another
         fetched = (needed, missing) if self._compared else ([*needed, *missing], [])
         others = self._parts(source, fragment, missing, fetched[1]) if missing else None
@@ -289,7 +275,7 @@ class SnapshotReader:
             live = _without(part, places)
             first += len(part)
             rows += len(live)
-            found = self._project(live, early, stored, fragment)
+            found = self.projection.project(live, early, stored, fragment)
             mask = find_rows(found, self._keep)
             if choice is not None:
                 mask, passed = choose_rows(found, mask, choice, passed)
@@ -303,20 +289,12 @@ class SnapshotReader:
                 live = _beside(live, _without(other, places))
             behind, empty = 0, False
             if late:
-                found = _beside(found, self._project(live, late, stored, fragment))
+                found = _beside(found, self.projection.project(live, late, stored, fragment))
             chosen = found.select(self.columns)
             yield chosen if mask is None else chosen.filter(mask)
         if first != end or rows != fragment.rows:
             raise self._corrupt(fragment.path, f"{rows} of {fragment.rows} rows in row group {fragment.row_group}")
         self.row_groups_skipped += empty
-
-    def _stored_names(self, columns: Iterable[str], stored: Mapping[int, str]) -> list[str]:
-        """Returns the names of the columns of a file that columns of the table are read from."""
-        fields = [number for name in columns for number in (self._ids[name], *self._map_of(name))]
-        return list(dict.fromkeys(stored[number] for number in fields if number in stored))
-
-    def _map_of(self, name: str) -> Sequence[int]:
-        return [self._keys[name].field] if name in self._keys else []
 
     def _parts(
         self, source: "_Source", fragment: Fragment, columns: list[str], fetched: list[str]
@@ -340,29 +318,6 @@ class SnapshotReader:
             if part is None:
                 return
             yield part
-
-    def _project(
-        self, part: pa.RecordBatch, columns: Sequence[str], stored: Mapping[int, str], fragment: Fragment
-    ) -> pa.RecordBatch:
-        """Gives columns of a part the table's names and types.
-
-        A value missing from the file is read from its map, if the file has that: another engine that rewrites a file
-        stores nulls beside the map. A column missing from both gets its default value, which is mostly null. `day` gets
-        the day of the rows.
-        """
-        maps = {number: stored[number] for name in columns for number in self._map_of(name) if number in stored}
-        indexes = {number: MapEntries(part.column(name)) for number, name in maps.items()}
-
-        def column(name: str) -> pa.Array:
-            kind, number = self._types[name], self._ids[name]
-            own = _cast(part.column(stored[number]), kind, name, fragment) if number in stored else None
-            key = self._keys.get(name)
-            if key is not None and key.field in indexes and (own is None or own.null_count):
-                entries = _cast(indexes[key.field].column(key.key, key.scores), kind, name, fragment)
-                own = entries if own is None else _coalesce(own, entries)
-            return _fill(fragment.day if name == DAY else self._defaults[name], kind, len(part)) if own is None else own
-
-        return pa.RecordBatch.from_arrays([column(name) for name in columns], list(columns))
 
     def _count_read(self, group: pq.RowGroupMetaData, names: set[str], local: bool) -> list[Range]:
         """Returns the ranges to read for some columns of a row group and counts them as read."""
@@ -439,27 +394,3 @@ def _file_order(found: DayFile) -> tuple[datetime.date, list[str | int]]:
     """Sorts by day, then by order of writing: numbers in file names compare as numbers."""
     parts = re.split(r"(\d+)", found.file.file_path.rsplit("/", 1)[-1])
     return found.rows.day, [int(part) if part.isdigit() else part for part in parts]
-
-
-def _cast(array: pa.Array, kind: pa.DataType, name: str, fragment: Fragment) -> pa.Array:
-    if array.type == kind:
-        return array
-    try:
-        return array.cast(kind)
-    except pa.ArrowException as error:
-        raise StorageError(
-            f"column '{name}' of file '{fragment.path}'", f"values that fit {kind}",
-            f"{error}".split("\n")[0].rstrip("."),
-            "Rewrite the file with the engine that wrote it, or ingest its day with force=true.",
-        ) from error  # fmt: skip
-
-
-def _coalesce(first: pa.Array, second: pa.Array) -> pa.Array:
-    """Returns the first values, and the second ones where these are null. Arrow's own function knows no lists."""
-    places = np.arange(len(first))
-    missing = first.is_null().to_numpy(zero_copy_only=False)
-    return pa.concat_arrays([first, second]).take(pa.array(np.where(missing, places + len(first), places)))
-
-
-def _fill(value: Any, kind: pa.DataType, rows: int) -> pa.Array:
-    return pa.nulls(rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), rows)

@@ -340,6 +340,17 @@ def test_rooms_are_small():
     assert {room: size for room, size in sizes.items() if size > 16} == {}
 
 
+def test_classes_are_small():
+    sizes = {
+        f"{path.relative_to(ROOT)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for package in LAYERS
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: size for name, size in sizes.items() if size > 300} == {}
+
+
 def test_no_two_public_classes_share_a_name():
     names = [
         node.name
