@@ -22,6 +22,17 @@ def test_dot_appends_every_pair_once_to_the_dense_vector(features: torch.Tensor)
     assert not layer.state_dict()  # it adds nothing to a saved model
 
 
+def test_dot_has_the_gradient_of_its_formula(features: torch.Tensor) -> None:
+    """Its backward pass is written by hand."""
+    layer, given = DotInteraction(num_features=4, width=3), torch.arange(1.0, 10.0)
+    ours, theirs = features.clone().requires_grad_(), features.clone().requires_grad_()
+    (layer(ours) * given).sum().backward()
+    rows, columns = torch.triu_indices(4, 4, offset=1)
+    pairs = (theirs[:, rows] * theirs[:, columns]).sum(dim=2)
+    (torch.cat([theirs[:, 0], pairs], dim=1) * given).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 def test_dot_needs_a_pair() -> None:
     with pytest.raises(ValueError, match="a dot interaction needs at least 2 vectors, got 1"):
         DotInteraction(1, 8)

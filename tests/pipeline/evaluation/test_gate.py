@@ -260,6 +260,18 @@ def test_a_slice_that_loses_much_rejects_a_challenger_that_is_better_as_a_whole(
     assert gate(labels, ours, others, slices=("country",), small=5_001, country=country).decision == "promote"
 
 
+def test_equal_models_are_rarely_called_different_in_one_of_many_slices():
+    """Each of 20 slices at the level of the whole would reject two of five challengers."""
+    rejected = 0
+    for number in range(40):
+        country = np.arange(10_000) % 20
+        labels, ours, theirs = pair(10_000, 0.0, np.random.default_rng([7, number]))
+        config = GateConfig(slice_loss=0.0, resample_by="row")
+        verdict = gate(labels, ours, theirs, config, slices=("country",), small=100, country=country.astype(str))
+        rejected += verdict.reason.startswith("Where country = ")
+    assert rejected <= 5
+
+
 @pytest.mark.parametrize(
     ("days", "by", "expected"),
     [(4, None, "row"), (5, None, "day"), (19, "day", "day"), (20, "row", "row"), (20, "user", "user")],

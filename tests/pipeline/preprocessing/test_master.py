@@ -135,6 +135,23 @@ def test_one_of_two_with_the_same_work_is_gone_then_the_other(
     assert len(it.executor.freed) == len(set(it.executor.freed)) == it.executor.made
 
 
+def test_work_that_another_worker_still_does_has_not_failed(play: Callable[..., Play]) -> None:
+    it = play(lease_seconds=50.0, attempts=1)
+    stream = it.warmed()
+    straggler = it.executor.work[1]
+    while 2 in it.executor.work:
+        it.executor.finish(2)
+        it.steps()
+    it.after(10.0)
+    assert it.executor.work == {1: straggler, 2: straggler}
+    it.executor.fail(1)
+    it.steps()
+    assert it.master.failure is None
+    it.executor.finish(2)
+    it.steps()
+    assert all(item.work != straggler for item in stream.running)
+
+
 def test_work_that_hangs_every_worker_ends_the_run(play: Callable[..., Play]) -> None:
     """Workers that start at once do not keep it going by taking it over from one another for ever."""
     it = play(lease_seconds=6.0, attempts=2, restart_limit=100)

@@ -95,11 +95,15 @@ def test_only_the_process_that_was_meant_is_killed(missing: int | None, monkeypa
 
     if missing is not None:
         monkeypatch.setattr(os, "pidfd_open", refuse)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
         began = process_start(child.pid)
         assert began is not None
         kill_process(child.pid, began - 1)
-        assert child.poll() is None
+        child.stdin.write(b"it lives\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"it lives\n"  # one that was killed may take a while to end
         kill_process(child.pid, began)
         assert child.wait(20) == -9
     kill_process(child.pid, began)

@@ -304,8 +304,9 @@ def test_an_unreadable_list_of_deleted_rows_is_named(warehouse: Warehouse, how: 
     path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
     listed = delete_rows(warehouse.table("events"), {path: [1]}, Record(number(DAY1)), how)
     whole = Path(listed).read_bytes()
-    flipped = bytes([whole[20] ^ 1])
-    for damaged in (whole[:-9], b"PFA1", b"", b"PAR1" + whole[4:-40], whole[:20] + flipped + whole[21:]):
+    places = [20] if how == "file" else [20, whole.index(b"PFA1", 4) - 6]  # the latter: the position in a vector
+    flipped = (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in places)
+    for damaged in (whole[:-9], b"PFA1", b"", b"PAR1" + whole[4:-40], *flipped):
         Path(listed).write_bytes(damaged)
         for call in (read, lambda all: all.count_rows(all.current("events"), [DAY1])):
             with pytest.raises(

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.jobs.recurring.day import clear_old_runs, identity_of_day
+from pipeline.data.config import PARTS, SplitConfig
+from pipeline.data.selection import select
+from pipeline.jobs.recurring.day import clear_old_runs, exclude_test_rows, identity_of_day
 from pipeline.jobs.recurring.run import load_series
 from pipeline.jobs.training.checkpoints import list_checkpoints
 from pipeline.jobs.workspace import Workspace
+from pipeline.preprocessing.dataset import DataSpec
 from tests.homes import open_smoke
 
 SPLIT = {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01"]}}
@@ -94,3 +97,10 @@ def test_checkpoints_of_daily_runs_are_listed(make: Make) -> None:
     (daily.home / "runs" / "shared-notes").mkdir()
     found = list_checkpoints(daily, None, verify=False)["checkpoints"]
     assert [entry["run"] for entry in found] == names
+
+
+def test_incremental_training_reads_all_but_the_test_rows() -> None:
+    split = SplitConfig(hash={"key": "cat_user", "shares": {"train": 0.7, "valid": 0.1, "test": 0.2}})
+    data = {part: DataSpec.model_construct(selection=select(split, part, [LAST], None)) for part in PARTS}
+    train, valid, test = (data[part].selection.hash_range for part in PARTS)
+    assert exclude_test_rows(data).selection.hash_range == (train[0], valid[1]) == (0, test[0])

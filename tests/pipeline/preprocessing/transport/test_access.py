@@ -47,6 +47,25 @@ def test_a_result_is_served_until_it_is_dropped(store: ResultStore) -> None:
         fetch(place)
 
 
+def test_a_rank_whose_transfer_broke_gets_the_batches_that_it_lacks(store: ResultStore) -> None:
+    """Two batches of three and two rows for two ranks."""
+    writer = PrivateWriter()
+    rows: dict[str, Any] = {"labels": ("float32", (5,)), "lengths": ("int32", (5,)), "values": ("int64", (5,))}
+    writer.add({"shares": ("int64", (2, 2, 4)), **rows})
+    group = writer.finish()
+    group["shares"][:] = [[[0, 2, 0, 2], [2, 1, 2, 1]], [[3, 1, 3, 1], [4, 1, 4, 1]]]
+    group["labels"][:], group["lengths"][:], group["values"][:] = range(5), 1, range(5)
+    place = store.keep(copy_to_segment(group, Slabs()))
+    connections = Connections(1, TOKEN)
+    try:
+        for has, lacks in enumerate([[2.0, 4.0], [4.0], []]):
+            ticket = Ticket(key=place.key, share=1, first=has)
+            found = [record.column("labels")[0].as_py() for record in connections.get(place.address, ticket, 10.0)]
+            assert found == [[label] for label in lacks]
+    finally:
+        connections.close()
+
+
 @pytest.mark.parametrize("token", ["", TOKEN[:-1], TOKEN[:-1] + "0"])
 def test_a_wrong_token_is_refused(store: ResultStore, token: str) -> None:
     with pytest.raises(flight.FlightUnauthenticatedError):

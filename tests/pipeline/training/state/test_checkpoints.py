@@ -83,7 +83,7 @@ def test_a_checkpoint_is_replaced_at_once_and_old_files_go(
     assert weights(StoredCheckpoints(tmp_path / "there", folder).fetch(BEST)).equal(tensors(7)["model/weight"])
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_newest_stay_and_those_of_abandoned_steps_go(kept: StoredCheckpoints, folder: ObjectFolder) -> None:
     save(kept, 1, 2, 9)
     save(kept, 1, name=BEST)
