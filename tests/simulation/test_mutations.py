@@ -58,14 +58,14 @@ def find() -> int | None:
     return None
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_simulation_finds(bug: str) -> None:
     with rebuilt([BUGS[bug]], broken=True):
         assert find() is not None, f"none of {SCHEDULES} schedules found it"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_same_schedules_find_nothing_in_the_right_code() -> None:
     """Which is compiled again in the same way."""
     with rebuilt(BUGS.values(), broken=False):

@@ -14,7 +14,7 @@ SCHEDULES = 100
 """Schedules of each part."""
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_every_row_comes_once_or_is_lost_and_counted(part: int) -> None:
     """In the order of the plan, whatever dies, hangs, fails or is damaged, and it always ends."""
@@ -27,7 +27,7 @@ def test_every_row_comes_once_or_is_lost_and_counted(part: int) -> None:
     assert struck.keys() == set(FAULTS)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_order_is_that_of_an_undisturbed_run() -> None:
     """Unless rows were lost."""
     compared = 0
@@ -42,7 +42,7 @@ def test_the_order_is_that_of_an_undisturbed_run() -> None:
     assert compared > 10
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_seed_repeats_its_schedule() -> None:
     """In another process, too."""
     command = [sys.executable, "-m", "tests.simulation", "seed=7"]

@@ -26,7 +26,7 @@ def play_all(side: str, play: Callable[[int], Outcome], seeds: range) -> Counter
     return struck
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_a_loaded_checkpoint_is_the_newest_that_was_written_in_full(part: int) -> None:
     """Whatever is killed, cut, full or damaged, and nothing is left over."""
@@ -34,7 +34,7 @@ def test_a_loaded_checkpoint_is_the_newest_that_was_written_in_full(part: int) -
     assert len(struck) == len(checkpoints.FAULTS)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(2))
 def test_every_committed_row_is_there_once_and_nothing_needed_goes(part: int) -> None:
     """Whatever a commit meets, whoever writes at the same time, and however wrong the clock is."""
@@ -42,14 +42,14 @@ def test_every_committed_row_is_there_once_and_nothing_needed_goes(part: int) ->
     assert len(struck) > 7
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_training_is_registered_once_and_an_alias_names_a_whole_version() -> None:
     """Whatever is killed or away, whoever else promotes, and however wrong the clock is."""
     struck = play_all("registry", registry.play, range(150))
     assert struck.keys() == set(registry.FAULTS)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_seed_repeats_its_schedule() -> None:
     """In another process, too."""
     command = [sys.executable, "-m", "tests.simulation", "side=tables", "seed=7"]

@@ -84,7 +84,7 @@ def find(bug: str) -> int | None:
     return None
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_simulation_finds(bug: str) -> None:
     """The schedule that finds a bug finds nothing in the right code, which is compiled again in the same way."""

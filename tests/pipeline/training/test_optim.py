@@ -143,3 +143,11 @@ def test_a_span_has_one_unit(given: dict[str, float], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainConfig.model_validate(given)
     assert str(caught.value).startswith(said)
+
+
+def test_a_training_that_continues_goes_on_counting_updates(make_trainer: Callable[..., tuple]) -> None:
+    """Adam on tables corrects its moments by the number of updates that they contain, those of earlier trainings too."""
+    trainer, _ = make_trainer(table_optimizer="adam")
+    rates = trainer.learner.rates
+    rates.set(2, steps_before=10)
+    assert {kernel.steps for kernel in rates.kernels} == {13}
