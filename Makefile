@@ -9,8 +9,8 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 # Extras to install in addition to the lock, such as EXTRAS=ray. Rebuilding an environment keeps its extras.
 EXTRAS ?=
 RUN = $(VENV)/bin/python
-# Test processes. One that has no more tests takes over half of another's.
-TESTERS ?= 2
+# Test processes: more than two cores need, because a third of the time is waiting. One without tests takes half of another's.
+TESTERS ?= 3
 TEST = $(RUN) -m pytest -n $(TESTERS) --dist worksteal
 PREFECT_PORT ?= 4200
 MLFLOW_PORT ?= 5000
