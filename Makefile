@@ -9,7 +9,7 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 # Extras to install in addition to the lock, such as EXTRAS=ray. Rebuilding an environment keeps its extras.
 EXTRAS ?=
 RUN = $(VENV)/bin/python
-# Test processes: more than two cores need, because a third of the time is waiting. One without tests takes half of another's.
+# Test processes: a third of the time is waiting. One that has no more tests takes over half of another's.
 TESTERS ?= 3
 TEST = $(RUN) -m pytest -n $(TESTERS) --dist worksteal
 PREFECT_PORT ?= 4200

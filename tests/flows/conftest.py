@@ -158,14 +158,23 @@ def untouched(request: pytest.FixtureRequest) -> Iterator[None]:
         assert found == [(1,)], "a version was registered next to the smoke run's: let the test use `copied`"
 
 
+PLACES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "storage_location"),
+)
+"""Columns of MLflow's database with absolute paths of artifacts."""
+
+
 @pytest.fixture
 def copied(smoke: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the smoke run's registry and warehouse that a test may change.
-
-    Artifacts are not copied: the registry names the smoke run's by absolute paths.
-    """
-    shutil.copytree(home / "warehouse", tmp_path / "warehouse")
-    (tmp_path / "mlflow").mkdir()
-    shutil.copy(home / "mlflow" / "mlflow.db", tmp_path / "mlflow")
+    """A copy of the smoke run's registry, artifacts and warehouse that a test may change."""
+    for name in ("warehouse", "mlflow"):
+        shutil.copytree(home / name, tmp_path / name)
+    with closing(sqlite3.connect(tmp_path / "mlflow" / "mlflow.db")) as registry:
+        for table, column in PLACES:
+            registry.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (str(home), str(tmp_path)))
+        registry.commit()
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return tmp_path

@@ -107,14 +107,13 @@ def test_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp_path, ha
 
 @pytest.mark.parametrize("what", ["weights.safetensors", "model.json", "result.json"])
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
-def test_a_version_with_lost_or_damaged_files_is_made_again(smoke, home, monkeypatch, what, harm):
-    monkeypatch.setenv("DLRM_HOME", str(home))
+def test_a_version_with_lost_or_damaged_files_is_made_again(smoke, copied, what, harm):
     config = load(CONFIG)
     assert resolve_job(Workspace(config), None, False).done is not None
     tracker, found = Workspace(config).tracking, []
     for version, run_id in find_versions(tracker, "smoke", smoke["identity"]):
         model = tracker.client.get_model_version("smoke", str(version)).source.rpartition("/")[2]
-        found += (home / "mlflow").glob(f"**/{run_id if what == 'result.json' else model}/**/{what}")
+        found += (copied / "mlflow").glob(f"**/{run_id if what == 'result.json' else model}/**/{what}")
     kept = {path: path.read_bytes() for path in found}
     assert kept
     try:

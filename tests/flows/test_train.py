@@ -185,17 +185,7 @@ def test_the_same_training_is_skipped(smoke, command, home):
     assert "skipped: smoke version 1 has the same rows and config; force=true trains again" in log
 
 
-@pytest.fixture
-def artifacts_restored(smoke, home, tmp_path):
-    """Restores the artifacts of the smoke run after a test: a copied registry shares them."""
-    [folder] = (home / "mlflow").glob(f"**/{smoke['mlflow_run_id']}/artifacts")
-    kept = shutil.copytree(folder, tmp_path / "kept")
-    yield
-    shutil.rmtree(folder)
-    shutil.copytree(kept, folder)
-
-
-def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied, artifacts_restored):
+def test_a_new_slice_evaluates_again_and_trains_nothing(smoke, command, copied):
     words = ["evaluation.slices=[cat_country]", "evaluation.importance_rows=null"]
     code, result, log = command(train, CONFIG, *words, home=copied)
     assert (code, result["status"]) == (0, "ok")
