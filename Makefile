@@ -66,7 +66,7 @@ test: setup  ## run the fast tests, which need no extra
 	@$(TEST)
 
 test-slow: setup  ## run one slow test for each promise, and the tests that need extras
-	@$(TEST) -m '(slow or extra) and not nightly and not gpu' --timeout=900
+	@$(TEST) -m '(slow or extra) and not nightly and not gpu' --timeout=900 --durations=25
 
 test-all: setup  ## run every test that needs no GPU; fails if a fast test takes over 3 seconds
 	@$(TEST) -m 'not gpu' --timeout=900 --fast-seconds=3

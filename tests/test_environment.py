@@ -75,7 +75,7 @@ def test_an_environment_that_a_process_runs_from_is_not_removed(tmp_path: Path) 
     assert not (tmp_path / ".venv").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_installed_wheel_trains_in_an_empty_folder(tmp_path: Path) -> None:
     """Its dependencies come from this environment, and nothing from the checkout."""
     source = tmp_path / "source"

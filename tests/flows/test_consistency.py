@@ -70,7 +70,7 @@ def describe(folder: Path, **source: Any) -> str:
     return write_config(folder, values)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_late_events_show_in_served_rows_and_in_features_computed_again(samples, command, tmp_path):
     """A table as source: its snapshot of the training can still be read. Each late event is newest when it arrives."""
     home = tmp_path / "home"

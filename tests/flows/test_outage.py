@@ -146,7 +146,7 @@ def test_down_at_start(copied, command, server, monkeypatch):
     assert not (copied / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_down_in_training_and_down_at_register(smoke, copied, command, server, monkeypatch):
     """Training continues without MLflow, which gets all steps later. After an outage at the end, use flows.register."""
     runs = copied / "runs"

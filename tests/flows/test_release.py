@@ -176,7 +176,7 @@ def test_the_printed_table():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_release_with_a_failed_and_a_stopped_candidate(smoke, command, copied):
     """`broken` has too few rows for its steps. `wild` has far too high a learning rate."""
     section = ReleaseConfig(

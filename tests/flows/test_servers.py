@@ -318,7 +318,7 @@ SMOKE, LONG = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(deployed):
     """Worker and flow are killed. A run that is cancelled then leaves no process."""
     pending = deployed.order("ingest/ingest")

@@ -46,7 +46,7 @@ def lines(process: "subprocess.Popen[str]") -> Iterator[str]:
         yield line.strip()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batches_survive_a_cut_link_and_the_loss_of_a_host(
     cluster: Cluster, data: DataSpec, expected: list[list[str]], tmp_path: Path
 ) -> None:

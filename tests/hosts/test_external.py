@@ -43,7 +43,7 @@ def torchrun(hosts: Sequence[Host], command: str, folder: Path) -> "list[subproc
     return agents
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tables_that_each_host_divides_among_its_ranks_train_as_whole_ones(
     hosts: tuple[Host, Host], rank_spec: Callable[..., RankSpec], undisturbed: Run, tmp_path: Path
 ) -> None:

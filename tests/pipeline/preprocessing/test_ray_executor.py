@@ -19,7 +19,7 @@ from tests.pipeline.preprocessing.reference import CONFIG, alone, client, eventu
 pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_actors_are_killed_and_stopped(data: DataSpec, tmp_path: Path, tight: dict[str, Any]) -> None:
     """One actor gets SIGKILL after the first batch, another SIGSTOP after the second."""

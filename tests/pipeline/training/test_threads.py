@@ -96,7 +96,7 @@ def test_threads_stay_where_weights_could_depend_on_them(
     assert trainer.threads is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_with_other_bits_on_two_threads_is_found(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch, two_threads: None
 ) -> None:

@@ -73,7 +73,7 @@ def test_a_weight_counts_as_that_many_rows(
         torch.testing.assert_close(value, others[name], atol=2e-4, rtol=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_number_of_ranks_changes_nothing(
     days: list[pa.Table], make_warehouse: Callable[..., DataSpec], rank_spec: Callable[..., RankSpec],
     device: torch.device, tmp_path: Path,

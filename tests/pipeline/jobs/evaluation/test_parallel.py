@@ -142,7 +142,7 @@ def test_scores_do_not_depend_on_the_number_of_threads(comparison: Comparison) -
 
 
 @needs_ray
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("threads")
 def test_nodes_of_a_cluster_evaluate_as_this_process_does(

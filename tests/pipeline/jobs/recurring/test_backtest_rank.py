@@ -53,7 +53,7 @@ def incremental(rank_spec: Specs, folder: Path, start: Path, day: int, plan: Pla
     return spec.model_copy(update={"train": data, "valid": None, "start": Start(checkpoint=str(start), plan=plan)})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_backtest_makes_the_weights_of_daily_trainings(
     first: tuple[RankSpec, Event], rank_spec: Specs, tmp_path: Path
 ) -> None:

@@ -114,7 +114,7 @@ def table_task(spec: RankSpec, **more: Any) -> MeasureTask:
     return task.model_copy(update={"plan": spec.plan, "data": spec.train, "model": spec.model} | more)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batches_of_a_table(rank_spec: Callable[..., RankSpec], device: torch.device, tmp_path: Path) -> None:
     """The first batches in memory, or batches from the service across the end of an epoch. Too large batches fail."""
     spec = rank_spec(tmp_path)

@@ -240,7 +240,7 @@ def test_ranks_die_in_every_way(
     check_restarted(run, undisturbed, ["SIGTERM", "exit code 137", "none while rank 0 was training"], [8, 12])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_while_a_checkpoint_is_saved(
     rank_spec: Callable[..., RankSpec], undisturbed: Run, dying: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -332,7 +332,7 @@ def test_lanes_give_every_number_of_ranks_the_same_bits(
     check_alike(completed(rank_spec(tmp_path, **SETTINGS | LANES)), in_lanes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_training_in_lanes_resumes_with_fewer_ranks(
     rank_spec: Callable[..., RankSpec], in_lanes: Run, device: torch.device, tmp_path: Path
 ) -> None:
