@@ -11,7 +11,7 @@ from pipeline.registration import aliases, register
 from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
 from storage.durable import _SyncedFile
-from storage.warehouse import Warehouse
+from storage.snapshot import writing
 from tests.simulation import checkpoints, registry, tables
 from tests.simulation.mutation import rebuilt
 from tests.simulation.world import BrokenPromise
@@ -21,7 +21,7 @@ CLEAR = "shutil.rmtree(folder, ignore_errors=True)  # a killed attempt may have 
 Bug = tuple[Callable[[int], Any], Any, str, str, str]
 BUGS: dict[str, Bug] = {
     "a commit of unknown outcome deletes its files": (
-        tables.play, Warehouse, "_committing", "isinstance(error, CommitFailedException | ValidationException)", "True",
+        tables.play, writing, "committing", "isinstance(error, CommitFailedException | ValidationException)", "True",
     ),
     "tagged snapshots expire": (tables.play, tables, "expire", "gone = old - needed", "gone = old - {table.metadata.current_snapshot_id}"),
     "a power failure empties committed files": (

@@ -57,6 +57,7 @@ import pyarrow as pa
 import pyiceberg.catalog.sql
 from pyiceberg.io.pyarrow import PyArrowFile, PyArrowFileIO
 from storage.config import WarehouseConfig
+from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 DAY = datetime.date(2024, 1, 1)
