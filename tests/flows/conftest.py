@@ -4,13 +4,14 @@ import json
 import logging
 import shutil
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.testing.utilities import prefect_test_harness
 from prefect.utilities.callables import get_call_parameters
 
@@ -100,24 +101,36 @@ def prefect_command(
     return run
 
 
+def _read_assets(client: SyncPrefectClient) -> dict[str, list[str]]:
+    """Asset -> those that it was made of, once the server has stored them all."""
+    body = {"filter": {"event": {"name": ["prefect.asset.materialization.succeeded"]}}, "limit": 50}
+    limit = time.monotonic() + 60
+    while True:
+        events = client.request("POST", "/events/filter", json=body).json()["events"]
+        made = {one["resource"]["prefect.resource.id"]: one["related"] for one in events}
+        if len(made) >= 2 or time.monotonic() > limit:
+            return {name: [other["prefect.resource.id"] for other in related] for name, related in made.items()}
+        time.sleep(0.5)
+
+
 def _run_smoke(folder: Path) -> dict[str, Any]:
-    """Runs configs/smoke.yaml end to end, and returns its result and what its page in Prefect shows: key -> texts."""
+    """Runs configs/smoke.yaml end to end, and returns its result and what Prefect shows of it: key of an artifact -> texts, asset -> its sources."""
     from flows.end_to_end import end_to_end
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(folder))
         result = end_to_end(config="configs/smoke.yaml")
         with get_client(sync_client=True) as client:
-            artifacts = client.read_artifacts()
+            artifacts, assets = client.read_artifacts(), _read_assets(client)
     plots = {file.name for file in folder.rglob("plots/*.svg")}
     assert "placement.svg" in plots, f"a step that may fail did fail: see the log. Plots: {plots}"
     page = {one.key: [other.data for other in artifacts if other.key == one.key] for one in artifacts if one.key}
-    return {"result": result, "page": page}
+    return {"result": result, "page": page, "assets": assets}
 
 
 @pytest.fixture(scope="session")
 def smoke_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The one smoke run of all test processes, on two ranks: `result` and `page`."""
+    """The one smoke run of all test processes, on two ranks: `result`, `page` and `assets`."""
 
     def make(folder: Path) -> dict[str, Any]:
         request.getfixturevalue("prefect")
