@@ -3,6 +3,7 @@
 import datetime
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,7 @@ def test_checkpoints_of_daily_runs_are_listed(make: Make) -> None:
 
 def test_incremental_training_reads_all_but_the_test_rows() -> None:
     split = SplitConfig(hash={"key": "cat_user", "shares": {"train": 0.7, "valid": 0.1, "test": 0.2}})
-    data = {part: DataSpec.model_construct(selection=select(split, part, [LAST], None)) for part in PARTS}
+    make: Any = DataSpec.model_construct  # of what is read here alone
+    data = {part: make(selection=select(split, part, [LAST], None)) for part in PARTS}
     train, valid, test = (data[part].selection.hash_range for part in PARTS)
     assert exclude_test_rows(data).selection.hash_range == (train[0], valid[1]) == (0, test[0])
