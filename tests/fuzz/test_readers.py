@@ -26,7 +26,12 @@ FOUND = {"run folder": (7000243,), "forged checkpoint": (7000635, 7000745)}
 """Later cases that found something."""
 
 
-@pytest.mark.parametrize("name", INPUTS)
+NEED_EXTRAS = {"avro"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extra if name in NEED_EXTRAS else ()) for name in INPUTS]
+)
 def test_a_reader_returns_a_right_value_or_refuses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DLRM_HOME", raising=False)
     cases = CASES.get(name, 60)

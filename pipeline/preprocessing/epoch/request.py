@@ -1,4 +1,4 @@
-"""A rank's request for an epoch, and what it is told of each batch."""
+"""Records of the rank protocol: a request for an epoch, and the note on each batch."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Blocks become batches in order, whole groups at a time, and any position goes on with the rest."""
+"""The cutter cuts blocks into batches in order, a whole group at a time, and resumes at any position."""
 
 from itertools import accumulate
 
