@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,17 @@ def test_a_straggler_is_done_twice_and_the_first_result_counts(play: Callable[..
     assert (it.master.totals.late_results, it.master.totals.restarts) == (1, 0)
 
 
+def work_of_both(it: Play) -> Any:
+    """Lets worker 2 end all its work, so that it makes that of worker 1, too. Returns that work."""
+    slow = it.executor.work[1]
+    while 2 in it.executor.work:
+        it.executor.finish(2)
+        it.steps()
+    it.after(10.0)
+    assert it.executor.work == {1: slow, 2: slow}
+    return slow
+
+
 @pytest.mark.parametrize("how", ["died", "failed", "silent"])
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_one_of_two_with_the_same_work_is_gone_then_the_other(
@@ -102,12 +114,7 @@ def test_one_of_two_with_the_same_work_is_gone_then_the_other(
     """Losing one keeps the work with the other. Losing both assigns it again."""
     it = play(lease_seconds=50.0)
     stream = it.warmed()
-    straggler = it.executor.work[1]
-    while 2 in it.executor.work:
-        it.executor.finish(2)
-        it.steps()
-    it.after(10.0)
-    assert it.executor.work == {1: straggler, 2: straggler}
+    straggler = work_of_both(it)
     for worker in order:
         if how == "died":
             it.master.events.put(WorkerDied(worker, "its process ended"))
@@ -138,12 +145,7 @@ def test_one_of_two_with_the_same_work_is_gone_then_the_other(
 def test_work_that_another_worker_still_does_has_not_failed(play: Callable[..., Play]) -> None:
     it = play(lease_seconds=50.0, attempts=1)
     stream = it.warmed()
-    straggler = it.executor.work[1]
-    while 2 in it.executor.work:
-        it.executor.finish(2)
-        it.steps()
-    it.after(10.0)
-    assert it.executor.work == {1: straggler, 2: straggler}
+    straggler = work_of_both(it)
     it.executor.fail(1)
     it.steps()
     assert it.master.failure is None
