@@ -247,7 +247,7 @@ class _Fit(threading.Thread):
 
         scaling = ScalingConfig(
             num_workers=self.world_size, resources_per_worker=self.resources, use_gpu="GPU" in self.resources,
-            label_selector=self.labels or None,  # type: ignore[call-arg]  # typed as the class of Ray Train's first version
+            label_selector=self.labels or None,
         )  # fmt: skip
         try:
             TorchTrainer(
