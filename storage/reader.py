@@ -230,12 +230,14 @@ class SnapshotReader:
             CorruptFileError: If the file is unreadable. Names the file and the snapshot.
         """
         with self.open(fragment.path) as file:
-            stored = self.stored_columns(file.schema_arrow, fragment.path)
+            schema = file.schema_arrow  # converted at every access
+            stored = self.stored_columns(schema, fragment.path)
             group = file.metadata.row_group(fragment.row_group)
             with self._reading(fragment.path):
                 self.bytes_stored += sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-                known = self.projection.known_columns(self._compared, file.schema_arrow, stored)
-                found = self._groups is None or self._groups.may_match(group, known)
+                found = self._groups is None or self._groups.may_match(
+                    group, self.projection.known_columns(self._compared, schema, stored)
+                )
             if not found:
                 self.row_groups_skipped += 1
             elif (local := local_path(fragment.path)) is not None:
