@@ -50,6 +50,7 @@ class AsyncCheckpointer:
             self.wait()
         elif self.thread is not None:  # the first error matters, not one that it caused here
             self.thread.join()
+        self.copies = {}  # as large as model and optimizer; what comes after the training may need the memory
 
     def due(self, every_seconds: float | None) -> bool:
         """Whether this much time has passed since the last `save` of a step. Rank 0's clock decides for all."""
