@@ -87,7 +87,7 @@ def find_losses(
         yield "materialized values, as in the table", "no feature source for them in features.joined", name
     if generated:
         return
-    if stored.note is not None and stored.note.definition not in ("", day.note.definition):
+    if stored.note is not None and stored.note.definition != day.note.definition:
         yield from _gone_files("", stored.note.rows, there[0])
         yield from _gone_files("outcome ", stored.note.outcomes, there[1])
         return

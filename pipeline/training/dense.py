@@ -123,3 +123,8 @@ class _Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         of_inputs = multiply_onednn(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
         return of_inputs, gradient.t() @ inputs, gradient.sum(0)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a model in training draws random numbers."""
+    return any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())

@@ -25,6 +25,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 
 from pipeline.data.batch import Batch
 from pipeline.training.config import TrainConfig
+from pipeline.training.dense import has_dropout
 from pipeline.training.learner import Learner
 from pipeline.training.loss import dense_precision, loss_sums
 from pipeline.training.state.progress import LossSums, TrainingProgress
@@ -72,7 +73,7 @@ class Lanes:
         self.own = range(self.rank * count, (self.rank + 1) * count)
         self.config, self.dense = config, list(dense)
         self.inner: Any = get_unwrapped_module(model)
-        draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
+        draws = has_dropout(model)
         threads = 1 if draws else min(torch.get_num_threads(), count)  # random numbers come from one generator
         self.threads = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.training.config import TrainConfig
+from pipeline.training.dense import has_dropout
 from pipeline.training.optim import (
     TABLES,
     LearningRates,
@@ -39,7 +39,7 @@ class Learner:
         self.replicated = ReplicatedTables(replicated, config) if replicated else None
         self.rates = LearningRates(model, self.optimizer, config, self.replicated)
         self.dense = [parameter for _, parameter in dense_parameters(model)]
-        self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
+        self.draws = has_dropout(model)
         self.average = None if config.average_from_step is None else WeightAverage(model)
 
     def begin_step(self, progress: TrainingProgress) -> None:
@@ -123,7 +123,7 @@ class Learner:
             group["lr"], group["weight_decay"] = rate, decay
 
     def meet(self) -> None:
-        """Waits for ranks that train at their own pace. These do not."""
+        """Brings ranks that train at their own pace, and what they share, to one state. These ranks have one."""
 
     @contextmanager
     def serving(self, averaged: bool) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel, get_un
 
 from pipeline.data.batch import Batch
 from pipeline.training.config import TrainConfig
+from pipeline.training.dense import has_dropout
 from pipeline.training.loss import dense_precision
 from pipeline.training.optim import replicated_tables
 from pipeline.training.tables.bags import NumbaBags
@@ -118,7 +119,7 @@ def choose_threads(
     given = most == 1 or config.threads_per_rank is not None or config.lanes is not None or config.compile
     if given or device.type != "cpu" or config.sync != "synchronous" or dist.get_world_size() > 1:
         return None
-    draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
+    draws = has_dropout(model)
     inside = [module for lookup in iter_lookups(model) for module in lookup.modules()]
     tables = [module for module in inside if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)]
     ours = [table for table in tables if isinstance(table, NumbaBags)]

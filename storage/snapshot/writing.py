@@ -3,7 +3,7 @@
 import datetime
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import pyarrow as pa
 from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError
@@ -23,6 +23,13 @@ from storage.warehouse import Warehouse, check_name, reference_of, refuse_mixed
 from storage.writer import DataFileWriter, collect_chunks
 
 
+class DayRecords(TypedDict, total=False):
+    """Arguments of `replace_files` that `replace_days` passes on."""
+
+    notes: Mapping[datetime.date, Any]
+    same: Mapping[datetime.date, str]
+
+
 def replace_days(
     warehouse: Warehouse,
     name: str,
@@ -31,7 +38,7 @@ def replace_days(
     batches: Iterable[pa.RecordBatch],
     rows: int,
     made_of: SnapshotRef | None = None,
-    **records: Mapping[datetime.date, Any],
+    **records: Unpack[DayRecords],
 ) -> SnapshotRef:
     """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
 
@@ -43,7 +50,7 @@ def replace_days(
         batches: The rows, all of them in `days`.
         rows: Expected number of rows, checked before the commit and against the table after it.
         made_of: The snapshot that the new rows were derived from.
-        records: `notes` and `same` of `replace_files`.
+        records: As in `replace_files`.
     Raises:
         ConflictError: If another writer changed one of these days in the meantime.
         StorageError: If the row counts differ, a row belongs to another day, or a column changed its type.
