@@ -5,11 +5,13 @@ import logging
 import shutil
 import sqlite3
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlflow.tracking._tracking_service.utils as mlflow_client
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.testing.utilities import prefect_test_harness
@@ -163,12 +165,15 @@ def at_home(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def untouched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that registers a version next to the smoke run's: other tests would depend on the order of tests."""
+    """Fails a test that writes to the smoke run's registry or catalog: other tests would depend on the order of tests."""
     yield
     if "smoke" in request.fixturenames:
-        with closing(sqlite3.connect(request.getfixturevalue("home") / "mlflow" / "mlflow.db")) as registry:
-            found = registry.execute("SELECT version FROM model_versions WHERE name = 'smoke'").fetchall()
-        assert found == [(1,)], "a version was registered next to the smoke run's: let the test use `copied`"
+        home = request.getfixturevalue("home")
+        finished = home.with_suffix(".json").stat().st_mtime_ns
+        files = [file for file in (home / "mlflow").rglob("*") if file.is_file()] + [*(home / "warehouse").glob("*.db")]
+        written = [str(file.relative_to(home)) for file in files if file.stat().st_mtime_ns > finished]
+        written = [name for name in written if not name.endswith("registered_model_meta")]  # MLflow's, at each download
+        assert not written, "files of the smoke run were changed: let the test use `copied`"
 
 
 PLACES = (
@@ -189,5 +194,6 @@ def copied(smoke: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytes
         for table, column in PLACES:
             registry.execute(f"UPDATE {table} SET {column} = replace({column}, ?, ?)", (str(home), str(tmp_path)))
         registry.commit()
+    monkeypatch.setattr(mlflow_client, "_artifact_repos_cache", OrderedDict())  # run -> folder, for all homes
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return tmp_path

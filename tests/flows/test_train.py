@@ -387,7 +387,7 @@ def test_a_second_process_on_the_same_training_is_refused(smoke, at_home):
         pass
 
 
-def test_an_interrupted_run_is_ended_and_resumed_as_one(smoke, at_home):
+def test_an_interrupted_run_is_ended_and_resumed_as_one(copied):
     config = load(CONFIG, {"seed": 98})
     job = resolve_job(Workspace(config), None, False)
     tracker = Workspace(config).tracking
