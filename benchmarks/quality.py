@@ -24,7 +24,7 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt, TypeAdapter
 
 from benchmarks.machine import ROOT, describe_machine, machine, say
 from pipeline.config import load
-from pipeline.data.files import find_files
+from pipeline.data.formats.files import find_files
 from pipeline.errors import ConfigError
 
 FILE = ROOT / "configs" / "quality.json"

@@ -147,7 +147,7 @@ def configuration(path: str) -> Check:
     try:
         from pipeline.config import load
         from pipeline.config.files import ROOT
-        from pipeline.data.files import find_files
+        from pipeline.data.formats.files import find_files
 
         config, found = load(path), "valid"
         if (source := config.source.path) is not None:

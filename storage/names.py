@@ -1,7 +1,7 @@
 """What a column may be called, what a row may weigh, which times belong together: rules that several stages share."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -21,6 +21,8 @@ def _listed(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+Format = Literal["auto", "parquet", "csv", "json", "avro", "criteo"]
+"""Format of files. auto: as a file's name says."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 """One name or several."""
 

@@ -46,7 +46,6 @@ SHARED = {"pipeline", "pipeline/jobs"}
 """Rooms whose modules are for the rooms inside: errors, and a job's workspace and console. They import none of these."""
 UPWARD = {
     ("pipeline/data/joined", "pipeline/data"),
-    ("pipeline/extraction/public", "pipeline/extraction"),
     ("pipeline/training/tables", "pipeline/training"),
     ("pipeline/transforms/kernels", "pipeline/transforms"),
     ("pipeline/transforms/kernels", "pipeline/transforms/ops"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel
 
-from pipeline.data.files import Stamp
+from pipeline.data.formats.files import Stamp
 from storage.reader import SnapshotRef
 from storage.snapshot.days import notes
 from storage.warehouse import Warehouse

@@ -9,14 +9,13 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
 from storage.config import DAY, TableConfig, WarehouseConfig
-from storage.names import MOST_SECONDS, MOST_WEIGHT, NAME, TRAILING_DAYS, Names, require_both_times
+from storage.names import MOST_SECONDS, MOST_WEIGHT, NAME, TRAILING_DAYS, Format, Names, require_both_times
 
 WEIGHT = "sample_weight"
 """Column with the number of impressions that a row represents after negatives were downsampled."""
 
 TABLE_KEYS = ("table", "branch", "day_zone")
 """Keys of a source that is read as it is."""
-Format = Literal["auto", "parquet", "csv", "json", "avro", "criteo"]
 Verdict = Literal["fail", "quarantine", "warn", "off"]
 """fail: the ingest stops. quarantine: the day is held back in its own table. warn: a line in the log."""
 Rule = Literal[

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.data.day_notes import DayNote, InputFiles
-from pipeline.data.files import Stamp, address_of, stamp
+from pipeline.data.formats.files import Stamp, address_of, stamp
 from pipeline.errors import EmptyDatasetError
 from pipeline.extraction.config import EventTable, SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT
@@ -51,7 +51,7 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         declared = [events.model_dump(mode="json", exclude={"path", "format", "keep_days"})]
         definition = fingerprint(["events", *declared])[:16]
     shared = fingerprint([*declared, _as_json(map(stamp, refreshed)), list(order_by)])
-    stamps = {address_of(rows.read[path]): stamp(path) for path in [*rows.files, *rows.outcomes]}
+    stamps = {address_of(rows.read[path].read): stamp(path) for path in [*rows.files, *rows.outcomes]}
     texts = {address: _as_json([one]) for address, one in stamps.items()}
     windows = None if rows.join is None else rows.join.windows_by_day(rows.view)
     which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"

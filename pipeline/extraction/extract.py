@@ -167,6 +167,9 @@ def extract(
     context = replace(context, only=frozenset(only))
     with open_source_rows(context, report, bool(config.order_by)) as rows:
         ingest = _Ingest(context, config, force, report, warn, rows, order_clause(rows, config.order_by))
+        if rows.left_out:
+            named = ", ".join(f"{name} ({kind})" for name, kind in rows.left_out.items())
+            warn(f"columns left out, which the warehouse has no type for and no feature reads: {named}")
         plan = _plan_days(ingest)
         profiled, checked = _check_days(ingest, plan)
         if checked.days:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import duckdb
 from pydantic import BaseModel
 
-from pipeline.data.files import SourceFile
+from pipeline.data.formats.reading import ReadableFile
+from pipeline.data.formats.types import FILE, ISO_DAY, ROW
 from pipeline.errors import ConfigError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
-from pipeline.extraction.formats.text import FILE, ISO_DAY
-from pipeline.extraction.sources import ROW, check_keys, create_view
+from pipeline.extraction.sources import check_keys, create_view
 from storage.query import column_types, quote
 from storage.reader import DAY
 
@@ -54,14 +54,14 @@ class Join:
         connection: duckdb.DuckDBPyConnection,
         source: str,
         outcomes: Outcomes,
-        files: Sequence[SourceFile],
+        files: Sequence[ReadableFile],
         label: str,
         formats: Sequence[str] = (),
     ) -> None:
         self.connection, self.source, self.config = connection, source, outcomes
         self.made = outcomes.labels_by_column(label)
         times = [outcomes.outcome_time]
-        create_view(connection, "outcomes", files, "auto", "source.outcomes.path", times=times, formats=formats)
+        create_view(connection, "outcomes", files, "source.outcomes.path", times=times, formats=formats)
         self._check(label)
         self.key, self.time = quote(outcomes.on), quote(outcomes.outcome_time)
         self.shown = quote(outcomes.feature_time)

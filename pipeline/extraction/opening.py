@@ -15,18 +15,19 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.files import SourceFile, address_of, find_files, folder_values
+from pipeline.data.formats.files import SourceFile, find_files, folder_values
+from pipeline.data.formats.reading import ReadableFile, first_line, readable_files, readable_names
+from pipeline.data.formats.types import ISO_DATE
 from pipeline.data.profile import rows_of
 from pipeline.errors import DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig
-from pipeline.extraction.formats.avro import AVRO, copy_as_parquet
-from pipeline.extraction.formats.text import ISO_DATE
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
-from pipeline.extraction.samples import GOOD, add_event_types, add_types
-from pipeline.extraction.sources import as_pattern, create_view, find_invalid_utf8, first_line, join_side_tables
+from pipeline.extraction.samples import GOOD, add_event_types, add_types, unstorable_columns
+from pipeline.extraction.sources import create_view, find_invalid_utf8, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
-from storage.arrow import is_list
+from storage.arrow import is_list, is_text
+from storage.names import Format
 from storage.objects import ObjectFile, store_failure
 from storage.query import connect
 from storage.scratch import ScratchFolder
@@ -99,8 +100,8 @@ class RawSource:
     """Files of the outcome log."""
     lookups: list[SourceFile]
     """Files of the side tables."""
-    read: Mapping[SourceFile, SourceFile]
-    """File -> the file that its rows are read from: itself, or a copy in Parquet."""
+    read: Mapping[SourceFile, ReadableFile]
+    """File -> the file that its rows are read from."""
     numbered: bool
     """Whether the rows have the column ROW."""
 
@@ -118,11 +119,13 @@ class OpenSource:
     """Files of the outcome log."""
     lookups: list[SourceFile]
     """Files of the side tables."""
-    read: Mapping[SourceFile, SourceFile]
+    read: Mapping[SourceFile, ReadableFile]
     """File -> the file that its rows are read from."""
     join: Join | None
     unmatched: list[tuple[str, str]]
     """(side table, column that is null if the side table lacks the row's key)."""
+    left_out: Mapping[str, str]
+    """Column that is not stored -> its type: the warehouse has none for it, and no feature reads it."""
 
     @property
     def columns(self) -> list[str]:
@@ -157,12 +160,13 @@ def open_source_rows(
             join = Join(connection, view, source.outcomes, logged, label, source.date_format or ())
             join.mark_repeated()
             view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
-        floats = _stored_floats(context.warehouse, context.table)
+        stored = _stored_types(context.warehouse, context.table)
+        left = unstorable_columns(connection, view, context.schema, made) if context.events is None else {}
         if context.events is None:
-            samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, floats)
+            samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, stored)
         else:
-            samples = add_event_types(connection, view, context.events, context.place, raw.numbered, floats)
-        yield OpenSource(connection, samples, raw.files, raw.outcomes, raw.lookups, raw.read, join, unmatched)
+            samples = add_event_types(connection, view, context.events, context.place, raw.numbered, stored)
+        yield OpenSource(connection, samples, raw.files, raw.outcomes, raw.lookups, raw.read, join, unmatched, left)
 
 
 @contextmanager
@@ -178,47 +182,42 @@ def open_raw_rows(
     files, outcomes = _find_files(context, report)
     lookups = [(lookup, context.find(lookup.path, "source.lookups path")) for lookup in source.lookups]
     sides = [path for _, paths in lookups for path in paths]
-    named = [*(files if source.format == "auto" else ()), *outcomes, *sides]
-    avro = [*(files if source.format == "avro" else ()), *(file for file in named if AVRO.search(file.name))]
+    forms: dict[SourceFile, Format] = dict.fromkeys([*outcomes, *sides], "auto")
+    forms |= dict.fromkeys(files, source.format)
+    properties, limits = context.warehouse.config.catalog, duckdb_limits(context.memory_bytes)
     with (
-        _readable([*files, *outcomes, *sides], avro, context, report) as read,
+        readable_files(forms, context.warehouse.home / "tmp", properties, limits, report) as read,
         _connection(list(read.values()), context) as connection,
     ):
-        copied = [read[file] for file in files]
         numbered = bool(lookups or source.outcomes or numbered)
         times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
         formats = source.date_format or ()
-        form = "parquet" if copied != files else source.format
-        create_view(connection, "source", copied, form, context.place("path"), numbered, times, formats, source.rename)
+        create_view(
+            connection, "source", [read[file] for file in files], context.place("path"), numbered, times, formats,
+            source.rename, _stored_types(context.warehouse, context.table),
+        )  # fmt: skip
         tables = [(lookup, [read[file] for file in paths]) for lookup, paths in lookups]
         view = join_side_tables(connection, "source", tables, source.rename) if lookups else "source"
         yield RawSource(connection, view, files, outcomes, sides, read, numbered)
 
 
-@contextmanager
-def _readable(
-    files: Sequence[SourceFile], avro: Sequence[SourceFile], context: SourceContext, report: Report
-) -> Iterator[dict[SourceFile, SourceFile]]:
-    """Yields file -> the file to read: of an Avro file a copy in Parquet, which is deleted at the end."""
-    found = {*avro}
-    copies: dict[SourceFile, SourceFile] = {file: file for file in files}
-    if not found:
-        yield copies
-        return
-    with ScratchFolder("avro-", context.warehouse.home / "tmp") as folder:
-        for done, file in enumerate(sorted(found, key=address_of)):
-            report("avro", done, len(found))
-            copies[file] = copy_as_parquet(file, Path(folder), context.warehouse.config.catalog)
-        yield copies
-
-
-def _stored_floats(warehouse: Warehouse, table: str) -> set[str]:
-    """Columns that the table has as fractional numbers, or as lists of them."""
+def _stored_types(warehouse: Warehouse, table: str) -> dict[str, str]:
+    """Returns column -> DuckDB's type of it in the table, or of its items. Empty: there is no table."""
     if not warehouse.has_table(table):
-        return set()
+        return {}
     fields = warehouse.table(table).schema().as_arrow()
     items = {field.name: field.type.value_type if is_list(field.type) else field.type for field in fields}
-    return {name for name, kind in items.items() if pa.types.is_floating(kind)}
+    return {name: kind for name, item in items.items() if (kind := _duckdb_type(item)) is not None}
+
+
+def _duckdb_type(kind: pa.DataType) -> str | None:
+    if is_text(kind):
+        return "VARCHAR"
+    if pa.types.is_boolean(kind):
+        return "BOOLEAN"
+    if pa.types.is_integer(kind):
+        return "BIGINT"
+    return {pa.float32(): "FLOAT", pa.float64(): "DOUBLE"}.get(kind)
 
 
 def source_days(context: SourceContext) -> list[datetime.date]:
@@ -240,13 +239,11 @@ def duckdb_limits(memory_bytes: int | None) -> dict[str, Any]:
 
 
 @contextmanager
-def _connection(files: Sequence[SourceFile], context: SourceContext) -> Iterator[duckdb.DuckDBPyConnection]:
+def _connection(files: Sequence[ReadableFile], context: SourceContext) -> Iterator[duckdb.DuckDBPyConnection]:
     """Connects to DuckDB with a temporary folder of its own, and turns its errors about rows into ours."""
     warehouse, limits = context.warehouse, duckdb_limits(context.memory_bytes)
-    local = [path for path in files if isinstance(path, Path)]
-    objects = [path for path in files if isinstance(path, ObjectFile)]
-    readable = [*local, *(Path(as_pattern(path)) for path in local)]
-    addresses = [*map(str, objects), *map(as_pattern, objects)]
+    local = [one.read for one in files if isinstance(one.read, Path)]
+    readable, addresses = readable_names(local, [one.read for one in files if isinstance(one.read, ObjectFile)])
     with (
         ScratchFolder("ingest-", warehouse.home / "tmp") as folder,
         connect(readable, Path(folder), **limits, objects=addresses, properties=warehouse.config.catalog) as connection,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import duckdb
 import pyarrow as pa
 
+from pipeline.data.formats.reading import first_line
 from pipeline.data.profile import (
     SCHEMA,
     add_drift,
@@ -19,7 +20,6 @@ from pipeline.data.profile import (
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, check, columns_of_day, rows_of_day
 from pipeline.extraction.config import ChecksConfig, Rule
-from pipeline.extraction.sources import first_line
 from storage.names import TRAILING_DAYS
 from storage.query import quote
 from storage.reader import DAY

@@ -5,14 +5,14 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import duckdb
 
+from pipeline.data.formats.types import FILE, ISO_DAY, ROW
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig, refuse_outcomes
-from pipeline.extraction.formats.text import FILE, ISO_DAY
 from pipeline.extraction.join import LEFT_OUT, REASON
-from pipeline.extraction.sources import ROW
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
 from storage.keys import is_key
 from storage.names import LEAST_WEIGHT, MOST_WEIGHT, NAME
@@ -48,7 +48,7 @@ def add_types(
     matched: Sequence[str],
     made: Sequence[str],
     numbered: bool,
-    floats: Collection[str] = (),
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Creates a view of the rows as stored, with day, label and the reason why a row is refused. Returns its name.
 
@@ -56,7 +56,7 @@ def add_types(
         matched: Further columns to keep: matches in side tables, and what the log join says of the row.
         made: Columns computed from outcomes; they are no features.
         numbered: Whether the rows have the column ROW.
-        floats: Columns that the table has as fractional numbers. Whole numbers join them as such.
+        stored: Column of the table -> DuckDB's type of it, or of its items.
     Raises:
         ConfigError: If the configuration names a column that the rows lack.
         DataError: If a column has a type that cannot be stored, or a row has no day.
@@ -74,14 +74,20 @@ def add_types(
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
     # A column of untyped nulls or empty lists is left out. When a later file gives its type, these rows read null.
     untyped = {name for name in names if types[name].removesuffix("[]") == _NULLS and name not in dense}
-    kept = [name for name in names if name not in (schema.label, *untyped) and name.lower() != DAY]
+    left = {*untyped, *unstorable_columns(connection, view, schema, made)}
+    kept = [name for name in names if name not in (schema.label, *left) and name.lower() != DAY]
     if isinstance(schema, FeatureSchema):
         _check_names(sorted(name for name in kept if not NAME.fullmatch(name)))
     weight = None if schema.weight in made else schema.weight
     loose = (
         weight if weight is not None and types[weight] == "VARCHAR" else None
     )  # text that is not a number is refused
-    casts = {name: _cast(name, types[name], name in dense, name in floats) for name in kept if name != loose}
+    decimals = _type_decimals(connection, view, {name: types[name] for name in kept if name not in (*dense, *stored)})
+    casts = {
+        name: _cast(name, types[name], name in dense, stored.get(name, decimals.get(name)))
+        for name in kept
+        if name != loose
+    }
     typed = [f"{casts.get(name, _number(name))} AS {quote(name)}" for name in kept]
     date = _day(day, types[day], source.day_unit) if isinstance(day, str) else f"DATE '{day}'"
     outcome = _label(schema.label, source.positive)
@@ -107,7 +113,7 @@ def add_event_types(
     events: EventTable,
     place: Callable[[str], str],
     numbered: bool,
-    floats: Collection[str] = (),
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Creates a view of events as stored, as `add_types`. They have no label, and a reason if they lack a key.
 
@@ -130,9 +136,17 @@ def add_event_types(
                 f"{place('columns')} '{name}'", f"columns with other names than {DAY}, the table's own column", name,
                 f'Rename it: {place("rename")}={{"{name}": "date"}}.',
             )  # fmt: skip
-    kept = [name for name in chosen if types[name].removesuffix("[]") != _NULLS]
+    named = {*keys, time, *(name for name in events.columns if name in names)}
+    kept = [
+        name
+        for name in chosen
+        if types[name].removesuffix("[]") != _NULLS and (name in named or is_storable(types[name]))
+    ]
     _check_names(sorted(name for name in kept if not NAME.fullmatch(name)))
-    typed = [f"{_cast(name, types[name], False, name in floats)} AS {quote(name)}" for name in kept]
+    decimals = _type_decimals(connection, view, {name: types[name] for name in kept if name not in stored})
+    typed = [
+        f"{_cast(name, types[name], False, stored.get(name, decimals.get(name)))} AS {quote(name)}" for name in kept
+    ]
     reasons = [f"WHEN {quote(name)} IS NULL THEN '{name} is null'" for name in keys]
     date = _day(time, types[time], None)
     connection.execute(
@@ -270,7 +284,14 @@ def number_columns(
 def dense_columns(
     schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str], maps: Collection[str] = ()
 ) -> list[str]:
-    """Returns the columns that features read as numbers, without keys of maps.
+    """Returns the columns that features read as numbers, without keys of maps. Arguments as of `read_columns`."""
+    return read_columns(schema, names, made, maps)[0]
+
+
+def read_columns(
+    schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str], maps: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
+    """Returns the columns that features read as numbers, and all that they read, without keys of maps.
 
     Args:
         maps: Those of the columns that are maps.
@@ -278,7 +299,7 @@ def dense_columns(
         ConfigError: If a column of the schema does not exist, or is an outcome.
     """
     if isinstance(schema, LabelColumns):
-        return []
+        return [], []
     derived = [op.output for op in schema.derived]
     known = [*names, *derived]
     found: list[str] = []
@@ -300,7 +321,8 @@ def dense_columns(
             read.append(name)
             found += [name] if kind == "dense" else []
     refuse_outcomes(read, made)
-    return [name for name in dict.fromkeys(found) if name not in derived]
+    numbers = [name for name in dict.fromkeys(found) if name not in derived]
+    return numbers, [name for name in dict.fromkeys(read) if name not in derived]
 
 
 def _resolved(
@@ -331,11 +353,59 @@ def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[
             )  # fmt: skip
 
 
-def _cast(name: str, kind: str, dense: bool, is_float: bool = False) -> str:
+def is_storable(kind: str) -> bool:
+    """Tells whether the warehouse has a type for a column."""
+    try:
+        _cast("", kind, False)
+    except DataError:
+        return False
+    return True
+
+
+def unstorable_columns(
+    connection: duckdb.DuckDBPyConnection, view: str, schema: FeatureSchema | LabelColumns, made: Sequence[str]
+) -> dict[str, str]:
+    """Returns the columns that the warehouse has no type for and that no feature reads -> their types."""
+    types = column_types(connection, view)
+    names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
+    odd = [name for name in names if not is_storable(types[name])]
+    if not odd:
+        return {}
+    read = {*read_columns(schema, names, made, maps_of(types))[1], schema.label, schema.weight}
+    return {name: types[name] for name in odd if name not in read}
+
+
+def _type_decimals(connection: duckdb.DuckDBPyConnection, view: str, types: Mapping[str, str]) -> dict[str, str]:
+    """Returns the type of columns of decimals that no feature reads as numbers. Whole ones are ids, however long."""
+    names = [name for name, kind in types.items() if kind.startswith("DECIMAL") and not kind.endswith("]")]
+    tests = [f"bool_and({one} = floor({one})), max(abs({one})) < 9223372036854775808" for one in map(quote, names)]
+    found = connection.sql(f"SELECT {', '.join(tests)} FROM {view}").fetchall()[0] if names else ()
+    kinds = {}
+    for name, whole, fits in zip(names, found[::2], found[1::2], strict=True):
+        kinds[name] = "DOUBLE" if whole is False else "VARCHAR" if fits is False else "BIGINT"
+    return kinds
+
+
+def _fit(name: str, item: str, stored: str | None) -> str | None:
+    """SQL of a column of numbers in the other type that the table has. None: its own type is that of the table."""
+    column, decimal = quote(name), item.startswith("DECIMAL")
+    if stored == "VARCHAR" and decimal:
+        return f"CAST({column} AS VARCHAR)"
+    if stored in ("FLOAT", "DOUBLE") and decimal:
+        return f"CAST({column} AS {stored})"
+    if stored == "BIGINT" and (decimal or item in ("FLOAT", "DOUBLE")):
+        most = 2**63 - 1 if decimal else 2**53
+        return _checked(name, f"{column} = floor({column}) AND abs({column}) <= {most}", stored)
+    if stored in ("FLOAT", "DOUBLE") and item in ("BIGINT", "UBIGINT", "HUGEINT"):
+        return _checked(name, f"abs(CAST({column} AS HUGEINT)) <= {2**53 if stored == 'DOUBLE' else 2**24}", stored)
+    return None
+
+
+def _cast(name: str, kind: str, dense: bool, stored: str | None = None) -> str:
     """SQL of the column as a type that Iceberg stores.
 
     Args:
-        is_float: Whether the table has it as fractional numbers.
+        stored: Type of the column, or of its items, in the table.
     """
     column = quote(name)
     item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
@@ -345,24 +415,39 @@ def _cast(name: str, kind: str, dense: bool, is_float: bool = False) -> str:
         return column
     if item.endswith("]"):
         raise _unstorable(name, kind)
+    if not lists and not dense and (fitted := _fit(name, item, stored)) is not None:
+        return fitted
     if item in _KEPT:
         return column
     if item in _INTS:
         return f"CAST({column} AS {_INTS[item]}{lists})"
-    if item == "UBIGINT":  # two's complement: an id keeps all its 64 bits
-        return f"list_transform({column}, lambda x: {_wrapped('x')})" if lists else _wrapped(column)
-    rounded = dense or is_float
-    if item == "HUGEINT" and not rounded:  # ids in text: DuckDB finds no unsigned type in CSV files
-        return _checked_id(name)
-    if item.startswith("DECIMAL") and item.endswith(",0)") and not rounded:  # ids of a database: a DOUBLE rounds them
-        return f"CAST({column} AS BIGINT{lists})"
-    if item.startswith("DECIMAL") or item == "HUGEINT":
-        return f"CAST({column} AS DOUBLE{lists})"
+    if item.startswith("DECIMAL") or item in ("UBIGINT", "HUGEINT"):
+        return _cast_whole(name, item, lists, dense or stored in ("FLOAT", "DOUBLE"))
     if item.startswith("TIMESTAMP"):
         return f"CAST({column} AS {'TIMESTAMPTZ' if 'ZONE' in item else 'TIMESTAMP'}{lists})"
     if item.startswith("ENUM") or item in ("UUID", "TIME"):
         return f"CAST({column} AS VARCHAR{lists})"
     raise _unstorable(name, kind)
+
+
+def _cast_whole(name: str, item: str, lists: str, rounded: bool) -> str:
+    """SQL of decimals, and of whole numbers that 63 bits may not hold."""
+    column = quote(name)
+    if rounded or (item.startswith("DECIMAL") and not item.endswith(",0)")):
+        return f"CAST({column} AS DOUBLE{lists})"
+    if item == "UBIGINT":  # two's complement: an id keeps all its 64 bits
+        return f"list_transform({column}, lambda x: {_wrapped('x')})" if lists else _wrapped(column)
+    return _checked_id(name) if item == "HUGEINT" else f"CAST({column} AS BIGINT{lists})"
+
+
+def _checked(name: str, test: str, kind: str) -> str:
+    """SQL of numbers in the type that the table has. It fails at a number that would change, and names it."""
+    column, shown = quote(name), name.replace("'", "''")
+    sentence = f"column ''{shown}'' is of type {kind} in the table, and cannot hold "
+    return (
+        f"CASE WHEN {column} IS NULL OR ({test}) THEN CAST({column} AS {kind})"
+        f" ELSE error('{sentence}' || CAST({column} AS VARCHAR)) END"
+    )
 
 
 def _unstorable(name: str, kind: str) -> DataError:

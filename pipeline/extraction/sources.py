@@ -1,35 +1,21 @@
-"""Parquet, CSV, JSON lines, Criteo TSV and side tables as uniform DuckDB views."""
+"""Files and side tables as uniform DuckDB views."""
 
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.files import CSV, JSON, SourceFile, address_of, folder_values
+from pipeline.data.formats.files import SourceFile, address_of, folder_values
+from pipeline.data.formats.reading import ReadableFile, explained, read_files
+from pipeline.data.formats.types import FILE, parse_times
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.config import Format, SideTable
-from pipeline.extraction.formats.text import FILE, convert_iso, parse_times, read_csv, read_json
-from storage.objects import open_file, store_failure
+from pipeline.extraction.config import SideTable
+from storage.objects import open_file
 from storage.query import column_types, quote
-
-CRITEO_COLUMNS = {
-    "label": "VARCHAR",
-    **{f"int_{i}": "BIGINT" for i in range(1, 14)},
-    **{f"cat_{i}": "VARCHAR" for i in range(1, 27)},
-}
-"""Columns of the headerless Criteo files: label, 13 counts, 26 hexadecimal categories."""
-
-NAMED: Mapping[Format, re.Pattern[str]] = {"csv": CSV, "json": JSON}
-"""Format -> names of its files."""
-
-ROW = "file_row_number"
-"""Column added before joins, which lose the order of rows. FILE and ROW restore it."""
-
 
 _INTEGERS = (
     "BOOLEAN", "TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT",
@@ -39,13 +25,13 @@ _INTEGERS = (
 def create_view(
     connection: duckdb.DuckDBPyConnection,
     name: str,
-    files: Sequence[SourceFile],
-    form: Format,
+    files: Sequence[ReadableFile],
     where: str = "source.path",
     numbered: bool = False,
     times: Sequence[str] = (),
     formats: Sequence[str] = (),
     rename: Mapping[str, str] = MappingProxyType({}),
+    stored: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Creates one view of all files. A column that a file lacks is null in its rows.
 
@@ -55,34 +41,25 @@ def create_view(
         times: Columns with a day or time.
         formats: `source.date_format`, to read text in these columns.
         rename: `source.rename`. Columns that the files lack are passed over. The other names here are new ones.
+        stored: Column -> DuckDB's type of it in the table that the rows are for.
     Raises:
-        ConfigError: If there is no such format.
-        DataError: If a file cannot be read in its format, or a time has none of the formats.
+        DataError: If a file cannot be read, or a time has none of the formats.
     """
-    names = [as_pattern(path) for path in files]
-    if form == "auto":
-        named = [form for form, pattern in NAMED.items() if any(pattern.search(path.name) for path in files)]
-        form = named[0] if named else "parquet"
-    try:
-        old = {new: given for given, new in rename.items()}
-        given = [old.get(time, time) for time in times]
-        rows = _relation(connection, names, form, numbered, given if formats else ())
-        rows = _add_folders(rows, files, given)
-        rows = _rename(rows, rename, where)
+    old = {new: given for given, new in rename.items()}
+    given = [old.get(time, time) for time in times]
+    known = {old.get(column, column): kind for column, kind in stored.items()}
+    with explained(
+        f"files of {where}, first '{files[0].file.name}'",
+        "Set source.format, or correct the files." if where == "source.path" else "Correct the files.",
+    ):
+        rows = read_files(connection, files, numbered, given if formats else (), known)
+        rows = _rename(_add_folders(rows, files, given), rename, where)
         parsed = [
             time for time, kind in zip(rows.columns, rows.types, strict=True) if time in times and kind == "VARCHAR"
         ]
         if formats and parsed:
             rows = parse_times(rows, parsed, formats)
         rows.create_view(name)
-    except (duckdb.Error, RuntimeError) as error:
-        if (lost := store_failure(error)) is not None:
-            raise lost from error
-        reason = first_line(error) if isinstance(error, duckdb.Error) else "names of columns that are not UTF-8"
-        raise DataError(
-            f"files of {where}, first '{files[0].name}'", f"readable files, format '{form}'", reason,
-            "Set source.format, or correct the files." if where == "source.path" else "Correct the files.",
-        ) from error  # fmt: skip
 
 
 def _rename(rows: duckdb.DuckDBPyRelation, rename: Mapping[str, str], where: str) -> duckdb.DuckDBPyRelation:
@@ -97,19 +74,9 @@ def _rename(rows: duckdb.DuckDBPyRelation, rename: Mapping[str, str], where: str
     return rows.select(f"* RENAME ({pairs})") if found else rows
 
 
-def first_line(error: Exception) -> str:
-    """Returns the first line of a DuckDB error. An error in a CSV line also gets the file and the reason."""
-    lines = str(error).split("\n")
-    file = next((line.partition(" = ")[2] for line in lines if line.startswith("  file = ")), None)
-    if "CSV Error" not in lines[0] or file is None:
-        return lines[0].rstrip(". ")
-    reason = next((line for line in lines[1:] if line and not line.startswith("Original Line")), "")
-    return f"{lines[0]} of '{Path(file).name}', {reason.rstrip('.')}"
-
-
-def find_invalid_utf8(files: Sequence[SourceFile], properties: Mapping[str, str]) -> tuple[SourceFile, str] | None:
+def find_invalid_utf8(files: Sequence[ReadableFile], properties: Mapping[str, str]) -> tuple[SourceFile, str] | None:
     """Returns the first Parquet file with text that is not UTF-8, and its column. None: all text is valid."""
-    for path in (path for path in files if not any(pattern.search(path.name) for pattern in NAMED.values())):
+    for path in (one.file for one in files if one.form == "parquet"):
         with (
             contextlib.suppress(pa.ArrowInvalid, OSError),
             open_file(address_of(path), properties) as opened,
@@ -124,49 +91,18 @@ def find_invalid_utf8(files: Sequence[SourceFile], properties: Mapping[str, str]
     return None
 
 
-def as_pattern(path: SourceFile) -> str:
-    """Returns a pattern that matches only this file, because DuckDB treats every name as a pattern."""
-    return re.sub(r"([\[*?])", r"[\1]", address_of(path))
-
-
 def _add_folders(
-    rows: duckdb.DuckDBPyRelation, files: Sequence[SourceFile], times: Sequence[str]
+    rows: duckdb.DuckDBPyRelation, files: Sequence[ReadableFile], times: Sequence[str]
 ) -> duckdb.DuckDBPyRelation:
     """Adds those of the times that the files lack, but that name folders of all of them, such as `day=2025-01-31`.
 
     DuckDB's own way adds all folders, and to columns that the files have.
     """
-    common = set.intersection(*({*folder_values(file)} for file in files))
+    common = set.intersection(*({*folder_values(one.read)} for one in files))
     added = [name for name in dict.fromkeys(times) if name in common and name not in rows.columns]
     patterns = {name: f".*(?:^|/){re.escape(name)}=([^/]*)/".replace("'", "''") for name in added}
     texts = [f"regexp_extract({FILE}, '{pattern}', 1) AS {quote(name)}" for name, pattern in patterns.items()]
     return rows.select(f"*, {', '.join(texts)}") if texts else rows
-
-
-def _relation(
-    connection: duckdb.DuckDBPyConnection, names: list[str], form: Format, numbered: bool, as_text: Sequence[str]
-) -> duckdb.DuckDBPyRelation:
-    if form == "parquet":
-        return connection.read_parquet(
-            names, filename=True, union_by_name=True, file_row_number=numbered, hive_partitioning=False
-        )
-    if form == "criteo":
-        rows = connection.read_csv(
-            names,  # type: ignore[arg-type]
-            header=False,
-            delimiter="\t",
-            columns=CRITEO_COLUMNS,
-            filename=True,
-            quotechar="",
-            escapechar="",
-            auto_detect=False,
-            hive_partitioning=False,
-        )
-    elif form == "json":
-        rows = convert_iso(read_json(connection, names), as_text)
-    else:
-        rows = convert_iso(read_csv(connection, names, as_text), as_text)
-    return rows.select(f"*, row_number() OVER () AS {ROW}") if numbered else rows
 
 
 def key_family(kind: str) -> str | None:
@@ -202,7 +138,7 @@ def check_keys(where: str, key: str, kinds: Mapping[str, str]) -> None:
 def join_side_tables(
     connection: duckdb.DuckDBPyConnection,
     source: str,
-    lookups: Sequence[tuple[SideTable, list[SourceFile]]],
+    lookups: Sequence[tuple[SideTable, list[ReadableFile]]],
     rename: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Creates a view of the source with the columns of every side table, and returns its name.
@@ -218,7 +154,7 @@ def join_side_tables(
     selected, joins = ["s.*"], []
     for i, (lookup, files) in enumerate(lookups):
         view = f"lookup_{i}"
-        create_view(connection, view, files, "auto", lookup.place, rename=rename)
+        create_view(connection, view, files, lookup.place, rename=rename)
         own = {name: kind for name, kind in column_types(connection, view).items() if name != FILE}
         _check_side_table(connection, lookup, view, columns, own)
         added = [name for name in own if name not in (*lookup.on, lookup.valid_from)]

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from pipeline.data.differences import ColumnDifferences, common_form, to_form
-from pipeline.data.files import CSV, address_of, find_files, stamp
+from pipeline.data.formats.files import CSV, address_of, find_files, stamp
 from pipeline.data.joined.raw import RawRows
 from pipeline.data.joined.reader import FeatureJoinReader, Reader, joined_schema, open_reader
 from pipeline.data.joined.source import PinnedSource

@@ -10,7 +10,7 @@ import pyarrow as pa
 from pydantic import BaseModel
 from pyiceberg.expressions import BooleanExpression
 
-from pipeline.data.files import fingerprint
+from pipeline.data.formats.files import fingerprint
 from pipeline.data.joined.reader import Reader, filter_schema, joined_schema, open_reader
 from pipeline.data.joined.source import PinnedSource, contents_by_day, without_field_ids
 from pipeline.data.selection import Selection, days_between

@@ -11,7 +11,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from pipeline.data.files import find_files, stamp
+from pipeline.data.formats.files import find_files, stamp
 from pipeline.extraction.sources import as_pattern
 from storage import objects
 from storage.config import WarehouseConfig

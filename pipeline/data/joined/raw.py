@@ -2,23 +2,24 @@
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
-from pipeline.data.files import CSV, Stamp, fingerprint, stamp
+from pipeline.data.formats.files import Stamp, fingerprint, form_of, stamp
 from pipeline.data.stored import to_days
 from pipeline.errors import ContractError, DataError
-from storage.objects import find_objects, is_address, open_file
+from storage.objects import ObjectFile, find_objects, is_address, open_file
 from storage.reader import SnapshotRef
+from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
 
-CSV_BLOCK_BYTES = 8 << 20
-"""Bytes of a CSV file parsed at a time. The first block decides the column types."""
+KEPT_COPIES = 8
+"""How many sets of files a process keeps copies of."""
 
 
 class RawRows:
@@ -49,17 +50,35 @@ class RawRows:
         self.warehouse, self.where, self.files, self.stamps = warehouse, where, files, stamps
         self.snapshot, self.day_column = snapshot, day_column
         self.bytes_read = 0
+        self.read = {path: path for path in files}
         self.raw = self._raw_schema()
 
     def _raw_schema(self) -> pa.Schema:
         if self.snapshot is not None:
             return self.warehouse.schema(self.snapshot)
         self._check_stamps()
+        self._copies: ScratchFolder | None = None
         try:
-            schemas = [self._schema_of(path) for path in self.files]
+            if not self._are_plain():
+                self._copies, self.read = _copy_typed(
+                    tuple(self.files), tuple(map(tuple, self.stamps)), self.warehouse.home / "tmp",
+                    tuple(sorted(self.warehouse.config.catalog.items())),
+                )  # fmt: skip
+            schemas = [self._schema_of(path) for path in self.read.values()]
             return pa.unify_schemas(schemas, promote_options="permissive")
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
+
+    def _are_plain(self) -> bool:
+        """Tells whether the files can be read as they are: Parquet, with one type for each column."""
+        if any(form_of(Path(path), "auto") != "parquet" for path in self.files):
+            return False
+        kinds: dict[str, set[pa.DataType]] = {}
+        for path in self.files:
+            for field in self._schema_of(path):
+                kinds.setdefault(field.name, set()).add(field.type)
+        found = [kind for each in kinds.values() for kind in each]
+        return all(len(each - {pa.null()}) <= 1 for each in kinds.values()) and not any(map(_is_binary, found))
 
     def _check_stamps(self) -> None:
         changed = find_changed(self.files, self.stamps, self.warehouse.config.catalog)
@@ -86,8 +105,8 @@ class RawRows:
         return open_file(path, self.warehouse.config.catalog)
 
     def _schema_of(self, path: str) -> pa.Schema:
-        with self._open(path) as file:
-            return _csv(_plain(path, file)).schema if CSV.search(path) else pq.read_schema(file)
+        with self._open(path) as opened, _parquet_file(opened) as file:
+            return file.schema_arrow
 
     def batches(self, columns: Sequence[str], day: datetime.date | None = None) -> Iterator[pa.RecordBatch]:
         """Yields columns of the rows of a day, or of all."""
@@ -108,7 +127,7 @@ class RawRows:
         """Reads columns of one file in their types over all files. Columns missing from the file are null."""
         schema = pa.schema([self.raw.field(name) for name in columns]).remove_metadata()
         try:
-            for batch in self._csv(path, schema) if CSV.search(path) else self._parquet(path, schema, day):
+            for batch in self._parquet(self.read[path], schema, day):
                 arrays = [
                     batch.column(field.name).cast(field.type)
                     if field.name in batch.schema.names
@@ -119,13 +138,8 @@ class RawRows:
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
 
-    def _csv(self, path: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        with self._open(path) as file:
-            self.bytes_read += file.size()
-            yield from _csv(_plain(path, file), schema)
-
     def _parquet(self, path: str, schema: pa.Schema, day: datetime.date | None) -> Iterator[pa.RecordBatch]:
-        with self._open(path) as opened, pq.ParquetFile(opened) as file:
+        with self._open(path) as opened, _parquet_file(opened) as file:
             names = [name for name in schema.names if name in file.schema_arrow.names]
             for number in range(file.num_row_groups):
                 group = file.metadata.row_group(number)
@@ -153,7 +167,7 @@ class RawRows:
         if isinstance(error, ContractError):
             return error
         reason = str(error).split("\n")[0].rstrip(".")
-        return DataError(self.where, "readable Parquet or CSV files", reason, "Repair the files.")
+        return DataError(self.where, "readable files", reason, "Repair the files.")
 
 
 def find_changed(files: Sequence[str], stamps: Sequence[Stamp], properties: Mapping[str, str]) -> str | None:
@@ -175,20 +189,33 @@ def _stamp_of(path: str, properties: Mapping[str, str]) -> Stamp | None:
     return stamp(Path(path)) if Path(path).exists() else None
 
 
-def _plain(path: str, file: pa.NativeFile) -> pa.NativeFile:
-    """Returns the content of a CSV file, uncompressed if its name says that it is compressed."""
-    named = CSV.search(path)
-    compressed = named is not None and named[1] is not None
-    return pa.CompressedInputStream(file, pa.Codec.detect(path).name) if compressed else file
+def _parquet_file(opened: pa.NativeFile) -> pq.ParquetFile:
+    """Opens a Parquet file. Old times of 96 bits have microseconds: nanoseconds end in the year 2262."""
+    return pq.ParquetFile(opened, coerce_int96_timestamp_unit="us")
 
 
-def _csv(file: pa.NativeFile, schema: pa.Schema | None = None) -> pc_csv.CSVStreamingReader:
-    convert = pc_csv.ConvertOptions()
-    if schema is not None:
-        convert = pc_csv.ConvertOptions(
-            column_types=schema, include_columns=schema.names, include_missing_columns=True, strings_can_be_null=True
-        )
-    return pc_csv.open_csv(file, pc_csv.ReadOptions(block_size=CSV_BLOCK_BYTES), convert_options=convert)
+def _is_binary(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind)
+
+
+@lru_cache(maxsize=KEPT_COPIES)
+def _copy_typed(
+    files: tuple[str, ...], stamps: tuple[Stamp, ...], place: Path, properties: tuple[tuple[str, str], ...]
+) -> tuple[ScratchFolder, dict[str, str]]:
+    """Copies files of any format to Parquet, with the types that columns have over all files.
+
+    Returns:
+        The folder of the copies, which lives as long as it is referred to, and file -> copy.
+    """
+    from pipeline.data.formats.reading import copy_typed  # imported here: most sources need no DuckDB
+
+    sources = [
+        ObjectFile(path, size, modified) if is_address(path) else Path(path)
+        for path, (_, size, modified) in zip(files, stamps, strict=True)
+    ]
+    folder = ScratchFolder("typed-", place)
+    copies = copy_typed(sources, Path(folder.name), dict(properties))
+    return folder, dict(zip(files, map(str, copies), strict=True))
 
 
 def _day(value: Any) -> Any:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.schema import Schema
 
-from pipeline.data.files import fingerprint
+from pipeline.data.formats.files import fingerprint
 from pipeline.data.joined.index import KeyIndex, TimedIndex, TimedRows, cut_lists
 from pipeline.data.joined.sorting import MANIFEST, SortedLayout, open_sorted
 from pipeline.data.joined.source import FeatureSource, PinnedSource, SourceRows, added_columns, to_filter_schema

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
-from pipeline.data.files import Stamp, address_of, find_files, fingerprint, stamp
+from pipeline.data.formats.files import Stamp, address_of, find_files, fingerprint, stamp
 from pipeline.data.joined.raw import RawRows
 from pipeline.data.stored import MICROS, key_type, stored_type, to_key_form, to_micros, to_stored_form
 from pipeline.errors import ConfigError, DataError

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.data.files import fingerprint
+from pipeline.data.formats.files import fingerprint
 from pipeline.data.joined.source import PinnedSource, pin_sources
 from pipeline.errors import ConfigError, StorageError
 from pipeline.transforms.joins import AnySource

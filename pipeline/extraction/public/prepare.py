@@ -14,9 +14,9 @@ from typing import IO
 
 import duckdb
 
+from pipeline.data.formats.reading import first_line
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.public.sets import SETS, Member, PublicSet
-from pipeline.extraction.sources import first_line
 from storage.query import connect
 from storage.scratch import ScratchFolder
 

@@ -15,12 +15,12 @@ import duckdb
 from pipeline.config import load
 from pipeline.config.draft import Draft, load_draft
 from pipeline.config.files import ROOT
+from pipeline.data.formats.types import FILE, ROW
 from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.formats.text import FILE
 from pipeline.extraction.opening import SourceContext, duckdb_limits, open_raw_rows, open_source_rows
 from pipeline.extraction.samples import guess_unit, plain_name
-from pipeline.extraction.sources import ROW, key_family
+from pipeline.extraction.sources import key_family
 from pipeline.jobs.console import Console, step
 from pipeline.marks import keys_apart
 from pipeline.suggestion.choose import Suggestion, suggest

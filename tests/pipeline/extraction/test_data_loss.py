@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.data.day_notes import InputFiles, day_notes, open_days
-from pipeline.data.files import stamp
+from pipeline.data.formats.files import stamp
 from pipeline.data.profile import profile_name
 from pipeline.errors import DataError
 from pipeline.extraction.extract import IngestResult

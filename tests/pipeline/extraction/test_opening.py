@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from pipeline.data.files import find_files
+from pipeline.data.formats.files import find_files
 from pipeline.data.joined.source import FeatureSource, pin_sources
 from pipeline.errors import DataError
 from pipeline.jobs.transient import is_transient

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.formats.avro import copy_avro
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.formats.avro import copy_as_parquet
 
 fastavro = pytest.importorskip("fastavro", reason="needs `make setup EXTRAS=avro`")
 pytestmark = pytest.mark.extra
@@ -104,7 +104,8 @@ def test_names_are_resolved_as_other_writers_leave_them(tmp_path: Path) -> None:
         fastavro.schemaless_writer(block, "long", number)
     sync = bytes(16)
     (tmp_path / "a.avro").write_bytes(b"Obj\x01" + head.getvalue() + sync + block.getvalue() + body.getvalue() + sync)
-    found = pq.read_table(copy_as_parquet(tmp_path / "a.avro", tmp_path / "copies", {}))
+    copy_avro(tmp_path / "a.avro", tmp_path / "a.parquet", {})
+    found = pq.read_table(tmp_path / "a.parquet")
     assert found.to_pylist() == [row]
     assert found.schema.field("n").type == pa.float64()
 
@@ -112,7 +113,8 @@ def test_names_are_resolved_as_other_writers_leave_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["null", "deflate", "snappy", "zstandard"])
 def test_a_copy_has_every_type_and_value(tmp_path: Path, codec: str) -> None:
     write(tmp_path / "a.avro", ROWS * 10, FIELDS, codec)
-    copy = copy_as_parquet(tmp_path / "a.avro", tmp_path / "copies", {})
+    copy = tmp_path / "a.parquet"
+    copy_avro(tmp_path / "a.avro", copy, {})
     found = pq.read_table(copy)
     expected = [
         row

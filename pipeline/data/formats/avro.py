@@ -1,8 +1,7 @@
-"""Copies Avro files to Parquet, which DuckDB reads. DuckDB's reader of Avro is an extension that it would download."""
+"""Copies Avro files to Parquet. DuckDB's reader of Avro is an extension that it would download."""
 
 import contextlib
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.files import SourceFile, address_of
+from pipeline.data.formats.files import SourceFile, address_of
 from pipeline.errors import ConfigError, ContractError, DataError
 from storage.objects import open_file
 
-AVRO = re.compile(r"\.avro$", re.IGNORECASE)
-"""Matches names of Avro files. Their blocks are compressed, not the files."""
 ROWS_AT_ONCE = 10_000
 PRIMITIVE = {
     "null": pa.null(), "boolean": pa.bool_(), "int": pa.int32(), "long": pa.int64(), "float": pa.float32(),
@@ -32,10 +29,8 @@ NUMBERS = ("int", "long", "float", "double")
 """Types that a column may mix. Whole numbers alone are read as long, and any others as double."""
 
 
-def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str]) -> Path:
-    """Copies an Avro file to Parquet, some rows at a time, and returns the copy.
-
-    The copy's path ends with the whole path of the file, so names of files and folders stay as they are.
+def copy_avro(file: SourceFile, copy: Path, properties: Mapping[str, str]) -> None:
+    """Copies an Avro file to Parquet, some rows at a time.
 
     Raises:
         ConfigError: If fastavro is not installed.
@@ -52,8 +47,6 @@ def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str
     from fastavro.schema import parse_schema
 
     LOGICAL_READERS["string-uuid"] = lambda text, *schemas: text  # otherwise an object, which Arrow does not take
-    copy = folder / re.sub(r"^\w+:/+|^/+", "", address_of(file))
-    copy.parent.mkdir(parents=True, exist_ok=True)
     with _explained(file), open_file(address_of(file), properties) as opened:
         rows: Any = reader(opened)
         written = parse_schema(rows.writer_schema)  # with full names: a file may leave their namespace out
@@ -63,7 +56,14 @@ def copy_as_parquet(file: SourceFile, folder: Path, properties: Mapping[str, str
         with pq.ParquetWriter(copy, schema, compression="lz4") as out:
             while taken := list(itertools.islice(rows, ROWS_AT_ONCE)):
                 out.write_table(pa.Table.from_pylist(taken, schema))
-    return copy
+
+
+def count_avro(file: SourceFile, properties: Mapping[str, str]) -> int:
+    """Counts the rows of an Avro file by its blocks, which say how many they hold."""
+    from fastavro.read import block_reader
+
+    with _explained(file), open_file(address_of(file), properties) as opened:
+        return sum(block.num_records for block in block_reader(opened))
 
 
 @contextlib.contextmanager

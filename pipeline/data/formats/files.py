@@ -9,12 +9,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pipeline.errors import ConfigError
+from storage.names import Format
 from storage.objects import ObjectFile, find_objects, is_address
 
 CSV = re.compile(r"\.csv(\.\w+)?$", re.IGNORECASE)
 """Matches names of CSV files, including compressed ones."""
 JSON = re.compile(r"\.(json|jsonl|ndjson)(\.\w+)?$", re.IGNORECASE)
 """Matches names of files of JSON lines, including compressed ones."""
+AVRO = re.compile(r"\.avro$", re.IGNORECASE)
+"""Matches names of Avro files. Their blocks are compressed, not the files."""
+NAMED: Mapping[Format, re.Pattern[str]] = {"csv": CSV, "json": JSON, "avro": AVRO}
+"""Format -> names of its files."""
 Stamp = tuple[str, int, int]
 """Name, size and modification time of a file."""
 SourceFile = Path | ObjectFile
@@ -53,6 +58,11 @@ def find_files(
             where, "at least one file", f"none at '{', '.join(patterns)}'", "Correct the path, or put the data there."
         )
     return files
+
+
+def form_of(file: SourceFile, form: Format) -> Format:
+    """Returns the format of a file: the given one, or as its name says."""
+    return next((one for one, names in NAMED.items() if names.search(file.name)), "parquet") if form == "auto" else form
 
 
 def address_of(file: SourceFile) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.data.files import find_files, stamp
+from pipeline.data.formats.files import find_files, stamp
 from pipeline.errors import ConfigError
 
 

@@ -1,0 +1,149 @@
+"""Copies CSV files to Parquet, each value as the text that it is. A file's first line names its columns.
+
+Nothing else is found out about a file but its delimiter: no line is a comment, and none is left out.
+"""
+
+import codecs
+import csv
+import io
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+
+from pipeline.data.formats.files import SourceFile, address_of
+from pipeline.errors import DataError
+from storage.objects import open_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import duckdb
+
+DELIMITERS = ",\t;|"
+"""Tried in this order."""
+HEAD_BYTES = 1 << 20
+"""The first two lines have to end within so many bytes."""
+COPY_CELLS = 1 << 25
+"""Rows times columns of a row group of a copy."""
+CODECS = {"gz": "gzip", "zst": "zstd"}
+"""Ending of a compressed file's name -> how it is compressed, as far as DuckDB reads it."""
+BLOCK_BYTES = 1 << 24
+"""Bytes that are counted at a time. A line is no longer."""
+
+
+class Dialect(NamedTuple):
+    """What a CSV file's first lines tell."""
+
+    delimiter: str
+    names: tuple[str, ...]
+
+
+def copy_csv(
+    connection: "duckdb.DuckDBPyConnection", file: SourceFile, dialect: Dialect, copy: Path, pattern: str
+) -> None:
+    """Copies a CSV file. An empty value is null, quoted or not.
+
+    Args:
+        pattern: Matches the file alone, as DuckDB reads patterns.
+    Raises:
+        Error: DuckDB's, for a line with more or fewer values than the first one and for text that is not UTF-8.
+    """
+    rows = connection.read_csv(
+        [pattern],  # type: ignore[arg-type]
+        auto_detect=False,
+        header=True,
+        columns=dict.fromkeys(dialect.names, "VARCHAR"),
+        delimiter=dialect.delimiter,
+        quotechar='"',
+        escapechar='"',
+        comment="",
+        skiprows=0,
+        strict_mode=True,
+        hive_partitioning=False,
+    )
+    rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(dialect.names)))
+
+
+def rows_of_a_group(columns: int) -> int:
+    """Returns the rows of a row group of a copy, so that its memory does not grow with the columns."""
+    return max(2_048, min(122_880, COPY_CELLS // max(columns, 1)))
+
+
+def read_dialect(file: SourceFile, properties: Mapping[str, str]) -> Dialect | None:
+    """Returns the delimiter and names of a CSV file, or None for a file without a line.
+
+    The delimiter is the one that gives both of the first two lines the same number of values, and most of them.
+
+    Raises:
+        DataError: If the first line is no text in UTF-8, or names a column twice.
+    """
+    with open_plain(file, properties) as stream:
+        head = stream.read(HEAD_BYTES)
+    try:
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES).lstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"CSV file '{file.name}'", "text in UTF-8", f"other bytes at position {error.start}", "Write it in UTF-8."
+        ) from error
+    if not text:
+        return None
+    if "\0" in text:
+        raise DataError(f"CSV file '{file.name}'", "text", "a byte 0", "Set source.format, or write it in UTF-8.")
+    found = {delimiter: _first_lines(text, delimiter) for delimiter in DELIMITERS}
+    fitting = {mark: lines for mark, lines in found.items() if len({len(line) for line in lines}) == 1} or found
+    delimiter = max(fitting, key=lambda mark: len(fitting[mark][0]))
+    names = [name or f"column{place}" for place, name in enumerate(fitting[delimiter][0])]
+    refuse_like_names(f"CSV file '{file.name}'", names)
+    return Dialect(delimiter, tuple(names))
+
+
+def _first_lines(text: str, delimiter: str) -> list[list[str]]:
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        filled = (line for line in lines if line)
+        return [line for line, _ in zip(filled, range(2), strict=False)]
+    except csv.Error:  # a value longer than the module takes
+        return [[text.partition("\n")[0]]]
+
+
+def refuse_like_names(where: str, names: "list[str] | tuple[str, ...]") -> None:
+    """Refuses two columns of one name, and names that differ only in case: no table can have both.
+
+    Raises:
+        DataError: With both names.
+    """
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name.lower(), name)
+        if other is not name:
+            found = f"'{name}' twice" if other == name else f"'{other}' and '{name}'"
+            raise DataError(where, "names that differ in more than their case", found, "Rename one in the files.")
+
+
+@contextmanager
+def open_plain(file: SourceFile, properties: Mapping[str, str]) -> "Iterator[pa.NativeFile]":
+    """Opens a file for reading from its start, uncompressed if its name says that it is compressed."""
+    with open_file(address_of(file), properties) as opened:
+        codec = CODECS.get(file.name.rpartition(".")[2].lower())
+        if codec is None:
+            yield opened
+            return
+        with pa.CompressedInputStream(opened, codec) as stream:
+            yield stream
+
+
+def count_csv(file: SourceFile, dialect: Dialect, properties: Mapping[str, str]) -> int:
+    """Counts the rows of a CSV file, by another parser than the one that copies it."""
+    first, *_ = dialect.names
+    with open_plain(file, properties) as stream:
+        reader = pa_csv.open_csv(
+            stream,
+            pa_csv.ReadOptions(block_size=BLOCK_BYTES, column_names=list(dialect.names), skip_rows=0),
+            pa_csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True, ignore_empty_lines=True),
+            pa_csv.ConvertOptions(include_columns=[first], column_types={first: pa.binary()}),
+        )
+        return sum(batch.num_rows for batch in reader) - 1

@@ -1,0 +1,301 @@
+"""One way to read files of any format: text and Avro are copied to Parquet once, and all files become one relation.
+
+Whoever reads files meets the same rows, nulls and types: for samples, outcomes, side tables, feature sources, events.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.data.formats.avro import copy_avro, count_avro
+from pipeline.data.formats.csv import copy_csv, count_csv, open_plain, read_dialect, refuse_like_names, rows_of_a_group
+from pipeline.data.formats.files import SourceFile, address_of, form_of
+from pipeline.data.formats.json import copy_json, count_lines
+from pipeline.data.formats.types import FILE, ROW, common_types, type_text
+from pipeline.errors import DataError
+from storage.names import Format
+from storage.objects import ObjectFile, store_failure
+from storage.query import connect, quote
+from storage.scratch import ScratchFolder
+
+CRITEO_COLUMNS = {
+    "label": "VARCHAR",
+    **{f"int_{i}": "BIGINT" for i in range(1, 14)},
+    **{f"cat_{i}": "VARCHAR" for i in range(1, 27)},
+}
+"""Columns of the headerless Criteo files: label, 13 counts, 26 hexadecimal categories."""
+_SCHEMAS = """
+    SELECT file_name, md5(string_agg(concat_ws('|', name, type, type_length, num_children, converted_type, scale,
+        precision, logical_type), ',' ORDER BY place))
+    FROM (SELECT *, row_number() OVER () AS place FROM parquet_schema(?)) GROUP BY file_name
+"""
+
+
+class ReadableFile(NamedTuple):
+    """A source file, and the Parquet file that its rows are read from."""
+
+    file: SourceFile
+    form: Format
+    """Its format; not auto."""
+    read: SourceFile
+    """The file itself, or its copy."""
+    rows: int | None = None
+    """Rows of a copied file, counted in the file by another way than the one that copied it."""
+
+
+@contextmanager
+def readable_files(
+    files: Mapping[SourceFile, Format],
+    place: Path,
+    properties: Mapping[str, str] = MappingProxyType({}),
+    limits: Mapping[str, int | str | None] = MappingProxyType({}),
+    report: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Iterator[dict[SourceFile, ReadableFile]]:
+    """Yields file -> the Parquet file to read. Copies are deleted at the end.
+
+    Args:
+        files: File -> its format.
+        place: Folder for the copies.
+        properties: Access to object stores: `warehouse.catalog`.
+        limits: Memory and threads of DuckDB, as arguments of `connect`.
+        report: Called with ("decode", done, total) for each file to copy.
+    Raises:
+        ConfigError: If a file needs a package that is not installed.
+        DataError: If a file cannot be read in its format, or its copy lacks rows.
+    """
+    forms = {file: form_of(file, form) for file, form in files.items()}
+    found = {file: ReadableFile(file, form, file) for file, form in forms.items()}
+    copied = sorted((file for file, form in forms.items() if form != "parquet"), key=address_of)
+    if not copied:
+        yield found
+        return
+    with ScratchFolder("decoded-", place) as folder:
+        with _connect([*copied, Path(folder)], Path(folder) / "spill", properties, limits) as connection:
+            for number, file in enumerate(copied):
+                report("decode", number, len(copied))
+                copy = Path(folder, f"{number}", *_parts(file))
+                copy.parent.mkdir(parents=True)
+                found[file] = _copy(connection, file, forms[file], copy, properties)
+        yield found
+
+
+def _parts(file: SourceFile) -> list[str]:
+    """Returns folders and name of a copy: those with a value, such as day=2025-01-31, and the file's own name."""
+    *folders, name = address_of(file).split("/")
+    return [*(folder for folder in folders if "=" in folder), name]
+
+
+def _connect(
+    files: Sequence[SourceFile], spill: Path, properties: Mapping[str, str], limits: Mapping[str, int | str | None]
+) -> duckdb.DuckDBPyConnection:
+    local = [path for path in files if isinstance(path, Path)]
+    objects = [path for path in files if isinstance(path, ObjectFile)]
+    readable, addresses = readable_names(local, objects)
+    return connect(readable, spill, objects=addresses, properties=properties, **limits)  # type: ignore[arg-type]
+
+
+def readable_names(local: Sequence[Path], objects: Sequence[ObjectFile]) -> tuple[list[Path], list[str]]:
+    """Returns the paths and addresses that `connect` has to allow, as such and as the patterns that name them."""
+    return [*local, *(Path(as_pattern(path)) for path in local)], [*map(str, objects), *map(as_pattern, objects)]
+
+
+def _copy(
+    connection: duckdb.DuckDBPyConnection, file: SourceFile, form: Format, copy: Path, properties: Mapping[str, str]
+) -> ReadableFile:
+    """Copies a file, and compares its rows with those that are counted in it."""
+    if form == "avro":
+        copy_avro(file, copy, properties)
+        rows = count_avro(file, properties)
+    else:
+        with explained(f"{'CSV' if form == 'criteo' else form.upper()} file '{file.name}'"):
+            rows = _copy_text(connection, file, form, copy, properties)
+    found = pq.read_metadata(copy).num_rows if copy.exists() else 0
+    if found != rows:
+        raise DataError(f"file '{file.name}'", f"{rows} rows, as its lines say", f"{found}", "Write the file again.")
+    return ReadableFile(file, form, copy, rows)
+
+
+def _copy_text(
+    connection: duckdb.DuckDBPyConnection, file: SourceFile, form: Format, copy: Path, properties: Mapping[str, str]
+) -> int:
+    if form == "criteo":
+        rows = connection.read_csv(
+            [as_pattern(file)],  # type: ignore[arg-type]
+            header=False, delimiter="\t", columns=CRITEO_COLUMNS, quotechar="", escapechar="", auto_detect=False,
+            hive_partitioning=False,
+        )  # fmt: skip
+        rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(CRITEO_COLUMNS)))
+        return count_lines(file, properties)
+    if form == "json":
+        with open_plain(file, properties) as stream:
+            if not stream.read(1):
+                return 0
+        copy_json(connection, file, copy, as_pattern(file))
+        return count_lines(file, properties)
+    dialect = read_dialect(file, properties)
+    if dialect is None:
+        return 0
+    copy_csv(connection, file, dialect, copy, as_pattern(file))
+    return count_csv(file, dialect, properties)
+
+
+def copy_typed(
+    files: Sequence[SourceFile], folder: Path, properties: Mapping[str, str] = MappingProxyType({})
+) -> list[Path]:
+    """Copies files to Parquet, each as it is read together with the others. Returns the copies in that order.
+
+    Raises:
+        ConfigError, DataError: As `readable_files` and `read_files`.
+    """
+    with (
+        readable_files(dict.fromkeys(files, "auto"), folder, properties) as read,
+        _connect([*(one.read for one in read.values()), folder], folder / "spill", properties, {}) as connection,
+        explained(f"files, first '{files[0].name}'", "Correct the files."),
+    ):
+        rows = read_files(connection, [read[file] for file in files])
+        wide = [quote(name) for name, kind in zip(rows.columns, rows.types, strict=True) if f"{kind}" == "HUGEINT"]
+        replaced = ", ".join(f"CAST({name} AS UBIGINT) AS {name}" for name in wide)
+        rows = rows.select(f"* REPLACE ({replaced})") if wide else rows
+        copies = [folder / f"{number}.parquet" for number in range(len(files))]
+        for file, copy in zip(files, copies, strict=True):
+            address = address_of(read[file].read).replace("'", "''")
+            own = rows.filter(f"{FILE} = '{address}'").select(f"* EXCLUDE ({FILE})")
+            own.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(rows.columns)))
+    return copies
+
+
+@contextmanager
+def explained(where: str, remedy: str = "Correct the file, or set source.format.") -> Iterator[None]:
+    """Turns DuckDB's and Arrow's errors about files into ours."""
+    try:
+        yield
+    except (duckdb.Error, pa.ArrowException, OSError, RuntimeError, UnicodeDecodeError) as error:
+        if (lost := store_failure(error)) is not None:
+            raise lost from error
+        if isinstance(error, duckdb.OutOfMemoryException):
+            remedy = "Raise ingest.memory_bytes, or read fewer files at once."
+            raise DataError(where, "rows that fit into DuckDB's memory", first_line(error), remedy) from error
+        unicode = "Invalid unicode" in f"{error}" or isinstance(error, UnicodeDecodeError)
+        reason = "text that is not UTF-8" if unicode else first_line(error)
+        raise DataError(where, "readable values", reason, remedy) from error
+
+
+def read_files(
+    connection: duckdb.DuckDBPyConnection,
+    files: Sequence[ReadableFile],
+    numbered: bool = False,
+    as_text: Sequence[str] = (),
+    stored: Mapping[str, str] = MappingProxyType({}),
+) -> duckdb.DuckDBPyRelation:
+    """Returns the rows of all files with the column FILE. A column that a file lacks is null in its rows.
+
+    Args:
+        files: Non-empty. Rows keep their order.
+        numbered: Whether to add the column ROW.
+        as_text: Columns of text to leave as they are.
+        stored: Column -> DuckDB's type of it in the table that the rows are for.
+    Raises:
+        DataError: If names differ only in case, or a column has types that exclude each other.
+        Error: DuckDB's, for a damaged file.
+    """
+    with_rows = [one for one in files if one.form == "parquet" or not isinstance(one.read, Path) or one.read.exists()]
+    if not with_rows:
+        raise DataError(f"file '{files[0].file.name}'", "at least one line", "an empty file", "Write the file again.")
+    groups = _group(connection, with_rows)
+    rows = [_read_group(connection, group, numbered) for group in groups]
+    kinds = [dict(zip(part.columns, map(str, part.types), strict=True)) for part in rows]
+    names = [[name for name in part if name not in (FILE, ROW)] for part in kinds]
+    every = list(dict.fromkeys(name for part in names for name in part))
+    refuse_like_names(f"files, first '{files[0].file.name}'", every)
+    where = [f"'{group[0].file.name}'" for group in groups]
+    columns = [{name: kind for name, kind in part.items() if name not in (FILE, ROW)} for part in kinds]
+    casts = common_types(columns, where, rows)
+    parts = []
+    for number, (part, cast) in enumerate(zip(rows, casts, strict=True)):
+        replaced = ", ".join(f"{sql} AS {quote(name)}" for name, sql in cast.items())
+        view = f"files_{_next(connection)}_{number}"
+        (part.select(f"* REPLACE ({replaced})") if replaced else part).create_view(view)
+        parts.append(f"SELECT * FROM {view}")
+    joined = _decode_bytes(connection.sql(" UNION ALL BY NAME ".join(parts)))
+    texts = {name for name, kind in zip(joined.columns, map(str, joined.types), strict=True) if kind == "VARCHAR"}
+    typed = {}
+    for name in texts - {FILE, *as_text}:
+        forms = [group[0].form for group, own in zip(groups, columns, strict=True) if own.get(name) == "VARCHAR"]
+        if {"csv", "json"} & {*forms}:
+            typed[name] = {*forms} == {"csv"}
+    return type_text(joined, typed, stored)
+
+
+def _read_group(
+    connection: duckdb.DuckDBPyConnection, group: Sequence[ReadableFile], numbered: bool
+) -> duckdb.DuckDBPyRelation:
+    names = ", ".join("'" + as_pattern(one.read).replace("'", "''") + "'" for one in group)
+    options = f"filename='{FILE}', file_row_number={numbered}, hive_partitioning=false"
+    return connection.sql(f"SELECT * FROM read_parquet([{names}], {options})")
+
+
+def _decode_bytes(rows: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
+    """Makes text of bytes that are UTF-8 in every row: old writers mark no text as such."""
+    names = [quote(name) for name, kind in zip(rows.columns, rows.types, strict=True) if f"{kind}" == "BLOB"]
+    if not names:
+        return rows
+    tests = [f"bool_and(TRY(decode({name})) IS NOT NULL) FILTER ({name} IS NOT NULL)" for name in names]
+    passed = rows.aggregate(", ".join(tests)).fetchall()[0]
+    texts = [f"decode({name}) AS {name}" for name, good in zip(names, passed, strict=True) if good is not False]
+    return rows.select(f"* REPLACE ({', '.join(texts)})") if texts else rows
+
+
+def _next(connection: duckdb.DuckDBPyConnection) -> int:
+    """Returns a number that no view of ours has yet."""
+    return int(connection.sql("SELECT count(*) FROM duckdb_views() WHERE NOT internal").fetchall()[0][0])
+
+
+def _group(connection: duckdb.DuckDBPyConnection, files: Sequence[ReadableFile]) -> list[list[ReadableFile]]:
+    """Returns the files in their order, in groups that have the same format and the same columns."""
+    listed = connection.execute(_SCHEMAS, [[as_pattern(one.read) for one in files]]).fetchall()
+    schemas = dict(listed)
+    keys = {one.read: (one.form, schemas.get(address_of(one.read))) for one in files}
+    groups = [list(group) for _, group in groupby(files, lambda one: keys[one.read])]
+    for group in groups:
+        if group[0].form == "parquet":
+            names = _top_names(connection, group[0])
+            refuse_like_names(f"Parquet file '{group[0].file.name}'", names)
+    return groups
+
+
+def _top_names(connection: duckdb.DuckDBPyConnection, file: ReadableFile) -> list[str]:
+    """Returns the names of a Parquet file's columns as it has them. DuckDB gives other names to repeated ones."""
+    listed = connection.execute(
+        "SELECT name, coalesce(num_children, 0) FROM parquet_schema(?)", [as_pattern(file.read)]
+    ).fetchall()
+    names, inner = [], 0
+    for name, children in listed[1:]:
+        if inner == 0:
+            names.append(name)
+        else:
+            inner -= 1
+        inner += children
+    return names
+
+
+def as_pattern(path: SourceFile) -> str:
+    """Returns a pattern that matches only this file, because DuckDB treats every name as a pattern."""
+    return re.sub(r"([\[*?])", r"[\1]", address_of(path))
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error. One of a CSV line also gets the reason."""
+    lines = str(error).split("\n")
+    if "CSV Error" not in lines[0]:
+        return lines[0].rstrip(". ")
+    reason = next((line for line in lines[1:] if line and not line.startswith("Original Line")), "")
+    line = re.search(r"Line: \d+", lines[0])
+    return f"{'an error' if line is None else line[0].lower().replace(':', '')}: {reason.rstrip('.')}"

@@ -1,0 +1,277 @@
+"""Types of columns over all files: of text by its values, and one for columns whose files have several.
+
+A whole number stays exact, whatever another file says. Text becomes a number or a time only where no value changes.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+import duckdb
+
+from pipeline.errors import ConfigError, DataError
+from storage.query import quote
+
+FILE = "__file_name"
+"""Column with the file of a row."""
+ROW = "file_row_number"
+"""Column with a row's place in its file. Joins lose the order of rows. FILE and ROW restore it."""
+
+_TIME = r"[ T]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
+TESTS_AT_ONCE = 150
+"""DuckDB's memory for a query grows with the square of its tests."""
+ISO_DATE = r"\d{4}-\d{2}-\d{2}"
+ISO_DAY = f"{ISO_DATE}({_TIME}([Zz]|[+-]00(:?00)?)?)?"
+"""Text with a day: an ISO date or timestamp, without a zone or in UTC. In another zone the day may differ."""
+_ISO = {
+    "DATE": ISO_DATE,
+    "TIMESTAMP": ISO_DATE + _TIME,
+    "TIMESTAMPTZ": rf"{ISO_DATE}{_TIME}([Zz]|[+-]\d{{2}}(:?\d{{2}})?)",
+}
+"""Type -> its text."""
+_DECIMAL = r"-?((0|[1-9]\d{0,14})|(0|[1-9]\d*)?\.\d+([eE][+-]?\d+)?|(0|[1-9]\d*)[eE][+-]\d+)"
+"""Decimal numbers as programs write them. A whole one has at most 15 digits: more would be rounded."""
+_NUMBERS = ("BIGINT", "HUGEINT", "DOUBLE")
+_INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT")
+_UNSIGNED = ("UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT")
+_EXACT = {"FLOAT": 2**24, "DOUBLE": 2**53}
+"""Type -> how far it holds every whole number."""
+NOTHING = '"NULL"'
+"""DuckDB's type of a column without any value."""
+
+
+def type_text(
+    rows: duckdb.DuckDBPyRelation,
+    columns: Mapping[str, bool],
+    stored: Mapping[str, str] = MappingProxyType({}),
+) -> duckdb.DuckDBPyRelation:
+    """Converts columns of text to the first type that fits all their values, and has the same text for each.
+
+    A number has no sign +, no zeros in front, and no other zeros behind it than all have: 1.10 and 1.9 are versions.
+    All other text stays as it is written. A column without a value has no type.
+
+    Args:
+        columns: Columns of text to look at -> whether they may be numbers. Else only times are looked for.
+        stored: Column -> type that the table has. Text stays text, and fractional numbers take any number.
+    """
+    tried = {name: _candidates(numbers, stored.get(name)) for name, numbers in columns.items()}
+    tried = {name: kinds for name, kinds in tried.items() if kinds}
+    results = _test(rows.limit(1_000), [(name, kind) for name, kinds in tried.items() for kind in kinds])
+    tried = {name: [kind for kind in kinds if results[name, kind] is not False] for name, kinds in tried.items()}
+    chosen: dict[str, str] = {}
+    while tried := {name: kinds for name, kinds in tried.items() if kinds}:  # most need one look
+        results = _test(rows, [(name, kinds[0]) for name, kinds in tried.items()])
+        for name, kinds in tried.items():
+            passed = results[name, kinds[0]]
+            if passed is None:
+                chosen[name] = NOTHING
+            elif passed:
+                chosen[name] = kinds[0]
+        tried = {name: kinds[1:] for name, kinds in tried.items() if name not in chosen}
+    casts = [
+        f"{'NULL' if kind == NOTHING else f'CAST({quote(name)} AS {kind.lower()})'} AS {quote(name)}"
+        for name, kind in chosen.items()
+    ]
+    return rows.select(f"* REPLACE ({', '.join(casts)})") if casts else rows
+
+
+def _candidates(numbers: bool, stored: str | None) -> list[str]:
+    if not numbers:
+        return [*_ISO]
+    if stored == "VARCHAR":
+        return []
+    if stored == "BOOLEAN":
+        return ["BOOLEAN", *_NUMBERS, *_ISO]
+    return [*(["double"] if stored in _EXACT else []), *_NUMBERS, *_ISO]
+
+
+def _test(rows: duckdb.DuckDBPyRelation, tests: Sequence[tuple[str, str]]) -> dict[tuple[str, str], bool | None]:
+    """Returns (column, type) -> whether all values fit. None: there is no value."""
+    texts = [_fits(quote(name), kind) for name, kind in tests]
+    parts = [", ".join(texts[at : at + TESTS_AT_ONCE]) for at in range(0, len(texts), TESTS_AT_ONCE)]
+    found = [one for part in parts for one in rows.aggregate(part).fetchall()[0]]
+    return dict(zip(tests, found, strict=True))
+
+
+def _fits(column: str, kind: str) -> str:
+    """Returns the SQL that tells whether all values have a type. `double` in small letters: by any way of writing."""
+    if kind in _ISO:
+        test = f"regexp_full_match({column}, '{_ISO[kind]}') AND TRY_CAST({column} AS {kind}) IS NOT NULL"
+    elif kind == "double":
+        test = f"TRY_CAST({column} AS DOUBLE) IS NOT NULL"
+    elif kind == "BOOLEAN":
+        test = f"lower({column}) IN ('true', 'false')"
+    elif kind == "DOUBLE":
+        test = f"regexp_full_match({column}, '{_DECIMAL}')"
+    else:
+        test = f"coalesce(CAST(TRY_CAST({column} AS {kind}) AS VARCHAR) = {column}, false)"
+        if kind == "HUGEINT":
+            test += f" AND TRY_CAST({column} AS HUGEINT) BETWEEN 0 AND 18446744073709551615"
+    fits = f"bool_and({test}) FILTER ({column} IS NOT NULL)"
+    if kind != "DOUBLE":
+        return fits
+    places = f"length({column}) - strpos({column}, '.')"
+    padded, pointed = rf"regexp_matches({column}, '\.\d+0$')", f"contains({column}, '.')"
+    same = f"min({places}) FILTER ({pointed}) = max({places}) FILTER ({pointed})"
+    return f"{fits} AND (NOT bool_or({padded}) OR {same})"
+
+
+def common_types(
+    columns: Sequence[Mapping[str, str]], where: Sequence[str], rows: Sequence[duckdb.DuckDBPyRelation]
+) -> list[dict[str, str]]:
+    """Returns, for each group of files, column -> the SQL that gives it the type that it has over all files.
+
+    Whole numbers of different widths take the widest. Whole numbers beside fractional ones stay whole if all are; a
+    value among lists becomes a list of one.
+
+    Args:
+        columns: Of each group, column -> its type there.
+        where: The groups as an error names them.
+        rows: Rows of the groups, for types that depend on values.
+    Raises:
+        DataError: If ids of one file would be rounded by numbers of another, or only some times have a zone.
+    """
+    names = list(dict.fromkeys(name for group in columns for name in group))
+    mixed = [name for name in names if len({group[name] for group in columns if name in group} - {NOTHING}) > 1]
+    casts: list[dict[str, str]] = [{} for _ in columns]
+    for name in mixed:
+        kinds = [group.get(name, NOTHING) for group in columns]
+        for place, cast in enumerate(_common(name, kinds, where, rows)):
+            if cast is not None:
+                casts[place][name] = cast
+    return casts
+
+
+def _common(
+    name: str, kinds: Sequence[str], where: Sequence[str], rows: Sequence[duckdb.DuckDBPyRelation]
+) -> list[str | None]:
+    """Returns the SQL of a column in each group. None: it has the type, or no value."""
+    column = quote(name)
+    listed = any(kind.endswith("[]") for kind in kinds)
+    items = [kind.removesuffix("[]") for kind in kinds]
+    found = {kind for kind in items if kind != NOTHING}
+    if any(kind.startswith(("STRUCT", "MAP", "UNION")) or kind.endswith("]") for kind in found):
+        return [None] * len(kinds)  # DuckDB's own rule, or nobody's
+    target = _target(name, items, found, where, rows, listed)
+    casts: list[str | None] = []
+    for kind, item in zip(kinds, items, strict=True):
+        if kind == NOTHING:
+            casts.append(None)
+            continue
+        value = column if kind.endswith("[]") or not listed else f"[{column}]"
+        wanted = f"{target}[]" if listed else target
+        if target == "VARCHAR" and item in _EXACT and not listed:  # 5.0 is the id 5
+            whole = f"WHEN {column} = floor({column}) AND abs({column}) <= {_EXACT[item]}"
+            casts.append(f"CASE {whole} THEN CAST({column} AS HUGEINT)::VARCHAR ELSE {column}::VARCHAR END")
+        elif value == column:
+            casts.append(f"CAST({column} AS {wanted})")
+        else:
+            casts.append(f"CASE WHEN {column} IS NOT NULL THEN CAST({value} AS {wanted}) END")
+    return casts
+
+
+def _target(
+    name: str,
+    items: Sequence[str],
+    found: Collection[str],
+    where: Sequence[str],
+    rows: Sequence[duckdb.DuckDBPyRelation],
+    listed: bool,
+) -> str:
+    if len(found) == 1:
+        return next(iter(found))
+    if all(_is_whole(kind) or kind == "BOOLEAN" for kind in found):
+        return _widest(found)
+    if all(_is_whole(kind) or _is_fractional(kind) for kind in found):
+        return _number(name, items, where, rows, listed)
+    if all(kind == "DATE" or kind.startswith("TIMESTAMP") for kind in found):
+        zoned = [kind for kind in found if "ZONE" in kind]
+        if zoned and len(zoned) < len(found):
+            raise DataError(
+                f"column '{name}' of {where[items.index(zoned[0])]}",
+                "times without a zone, as in other files",
+                zoned[0],
+                "Write all times in UTC, with a zone or without.",
+            )
+        return zoned[0] if zoned else "TIMESTAMP"
+    return "VARCHAR"
+
+
+def _is_whole(kind: str) -> bool:
+    return kind in (*_INTEGERS, *_UNSIGNED, "HUGEINT") or re.fullmatch(r"DECIMAL\(\d+,0\)", kind) is not None
+
+
+def _is_fractional(kind: str) -> bool:
+    return kind in _EXACT or kind.startswith("DECIMAL")
+
+
+def _widest(kinds: Collection[str]) -> str:
+    """Returns the narrowest type of whole numbers that holds those of all types."""
+    if all(kind in _UNSIGNED for kind in kinds):
+        return max(kinds, key=_UNSIGNED.index)
+    if all(kind in (*_INTEGERS, *_UNSIGNED[:-1], "BOOLEAN") for kind in kinds):
+        return "BIGINT" if {"UINTEGER", "BIGINT"} & {*kinds} else "INTEGER"
+    return "HUGEINT"
+
+
+def _number(
+    name: str, items: Sequence[str], where: Sequence[str], rows: Sequence[duckdb.DuckDBPyRelation], listed: bool
+) -> str:
+    """Returns the type of a column that is whole in some files and fractional in others.
+
+    It stays whole if all its values are. Otherwise no whole number may be so large that a fractional one rounds it.
+    """
+    column = quote(name)
+    item = "item" if listed else column
+    fractions, largest, whole = [], 0, True
+    for kind, place, group in zip(items, where, rows, strict=True):
+        if kind == NOTHING:
+            continue
+        values = group.select(f"unnest({column}) AS item") if listed and _lists(group, name) else group
+        taken = column if values is group else item
+        if _is_whole(kind):
+            most = values.aggregate(f"max(abs(CAST({taken} AS HUGEINT)))").fetchall()[0][0]
+            largest = max(largest, most or 0)
+            continue
+        limit = _EXACT.get(kind, 2**63)
+        test = f"{taken} = floor({taken}) AND abs({taken}) <= {limit}"
+        odd = values.filter(f"{taken} IS NOT NULL AND NOT ({test})").limit(1).select(f"CAST({taken} AS VARCHAR)")
+        if (bad := odd.fetchall()) != []:
+            whole = False
+            fractions.append((place, bad[0][0]))
+    if whole:
+        return "BIGINT" if largest < 2**63 else "HUGEINT"
+    if largest > _EXACT["DOUBLE"]:
+        place, value = fractions[0]
+        raise DataError(
+            f"column '{name}' of {place}", f"whole numbers, as in other files, one of which is {largest}", f"{value}",
+            "Write ids as whole numbers or text in all files.",
+        )  # fmt: skip
+    return "DOUBLE"
+
+
+def _lists(rows: duckdb.DuckDBPyRelation, name: str) -> bool:
+    return f"{rows.types[rows.columns.index(name)]}".endswith("[]")
+
+
+def parse_times(rows: duckdb.DuckDBPyRelation, times: Sequence[str], formats: Sequence[str]) -> duckdb.DuckDBPyRelation:
+    """Converts text columns to timestamps."""
+    listed = "[" + ", ".join("'" + text.replace("'", "''") + "'" for text in formats) + "]"
+    shown = "'" + "' or '".join(formats) + "'"
+    parsed = {name: f"try_strptime({quote(name)}, {listed})" for name in times}
+    for name, value in parsed.items():
+        column = quote(name)
+        try:
+            bad = rows.filter(f"{column} IS NOT NULL AND {value} IS NULL").limit(1).select(column, FILE).fetchall()
+        except duckdb.InvalidInputException as error:
+            if "format specifier" not in str(error):
+                raise
+            raise ConfigError(
+                "source.date_format", "formats as of strptime, such as '%m/%d/%Y'", shown, "Correct the format."
+            ) from error
+        if bad:
+            raise DataError(
+                f"column '{name}' of '{bad[0][1].rpartition('/')[2]}'", f"times as source.date_format says, {shown}",
+                f"'{bad[0][0]}'", "Correct the value, or the format.",
+            )  # fmt: skip
+    return rows.select(f"* REPLACE ({', '.join(f'{value} AS {quote(name)}' for name, value in parsed.items())})")
