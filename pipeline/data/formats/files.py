@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,6 +21,12 @@ AVRO = re.compile(r"\.avro$", re.IGNORECASE)
 """Matches names of Avro files. Their blocks are compressed, not the files."""
 NAMED: Mapping[Format, re.Pattern[str]] = {"csv": CSV, "json": JSON, "avro": AVRO}
 """Format -> names of its files."""
+HIDDEN = ("_", ".")
+"""Starts of names that globs leave out."""
+TABLES = {"_delta_log/*.json": "Delta", "metadata/*.metadata.json": "Iceberg", ".hoodie/hoodie.properties": "Hudi"}
+"""Log of a table in its folder -> kind of the table."""
+DEEPEST_TABLE = 5
+"""How many folders up a file's table is looked for."""
 Stamp = tuple[str, int, int]
 """Name, size and modification time of a file."""
 SourceFile = Path | ObjectFile
@@ -41,23 +48,57 @@ def find_files(
 ) -> list[SourceFile]:
     """Finds the files of one or more paths, addresses or globs, sorted by name. Local ones come first.
 
+    Files and folders whose names begin with `_` or `.` are hidden from globs, as Spark, Hive and Arrow hide them: they
+    are not finished, or no data. A path names them if it has such a name itself.
+
     Args:
         properties: Access to object stores: `warehouse.catalog`.
     Raises:
-        ConfigError: If there are none.
+        ConfigError: If there are none, or a folder is a table of Delta, Iceberg or Hudi.
         StorageError: If an object store cannot be listed.
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-    remote = sorted({one for text in patterns if is_address(text) for one in find_objects(text, properties)})
+    listed = [(text, one) for text in patterns if is_address(text) for one in find_objects(text, properties)]
+    remote = sorted({one for text, one in listed if not _is_hidden(one.address, text)})
     names = [str(Path(text).expanduser()) for text in patterns if not is_address(text)]
-    found = {root / path for name in names for path in [name, *glob.glob(name, root_dir=root, recursive=True)]}
+    found = {root / name for name in names}
+    for name in names:
+        given = glob.glob(name, root_dir=root, recursive=True)
+        found |= {root / path for path in given if not _is_hidden(path, name)}
     local = sorted({path.resolve() for path in found if path.is_file()})  # a file named twice is read once
     files: list[SourceFile] = [*local, *remote]
     if not files:
         raise ConfigError(
             where, "at least one file", f"none at '{', '.join(patterns)}'", "Correct the path, or put the data there."
         )
+    _refuse_tables(where, [*local, *remote[:1]], properties)  # a listing of a store takes a while
     return files
+
+
+def _is_hidden(path: str, pattern: str) -> bool:
+    """Tells whether a part of a path that a glob found begins with _ or . though no part of the glob does."""
+    given = {part for part in pattern.split("/") if part.startswith(HIDDEN)}
+    return any(part.startswith(HIDDEN) and not any(fnmatch(part, one) for one in given) for part in path.split("/"))
+
+
+def _refuse_tables(where: str, files: Sequence[SourceFile], properties: Mapping[str, str]) -> None:
+    """Refuses data files of a table: its log, and not the folder, says which of them count."""
+    folders = dict.fromkeys(folder for file in files for folder in _folders(file))
+    for folder in folders:
+        for mark, kind in TABLES.items():
+            found = find_objects(f"{folder}/{mark}", properties) if is_address(folder) else [*Path(folder).glob(mark)]
+            if found:
+                raise ConfigError(
+                    where, "loose files", f"data files of the {kind} table '{folder}', whose log says which of them count",
+                    "Read it as a table with source.table, or name a copy of its rows.",
+                )  # fmt: skip
+
+
+def _folders(file: SourceFile) -> list[str]:
+    """Returns the folders that a file's table may have, nearest first."""
+    parts = address_of(file).split("/")[:-1]
+    least = 3 if is_address(address_of(file)) else 2  # below the bucket, or the root
+    return ["/".join(parts[:end]) for end in range(len(parts), least - 1, -1)][:DEEPEST_TABLE]
 
 
 def form_of(file: SourceFile, form: Format) -> Format:

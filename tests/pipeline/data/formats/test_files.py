@@ -40,3 +40,37 @@ def test_a_stamp_detects_a_changed_file(tmp_path: Path) -> None:
     assert stamp(tmp_path / "a") == before
     (tmp_path / "a").write_text("xy")
     assert stamp(tmp_path / "a") != before
+
+
+@pytest.mark.parametrize(
+    "hidden", ["_temporary/0/a.csv", "day=1/.a.csv.crc.csv", "_SUCCESS.csv", ".tmp/a.csv", "day=1/_committed/a.csv"]
+)
+def test_what_other_engines_hide_is_hidden(tmp_path: Path, hidden: str) -> None:
+    for name in ("day=1/a.csv", hidden):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x\n")
+    assert find_files("**/*.csv", tmp_path, "w") == [tmp_path / "day=1/a.csv"]
+    assert find_files([hidden, "**/*.csv"], tmp_path, "w") == sorted([tmp_path / "day=1/a.csv", tmp_path / hidden])
+
+
+def test_a_glob_may_name_what_is_hidden(tmp_path: Path) -> None:
+    (tmp_path / "_logs").mkdir()
+    (tmp_path / "_logs/a.csv").write_text("x\n")
+    (tmp_path / "_logs/_b.csv").write_text("x\n")
+    assert find_files("_logs/*.csv", tmp_path, "w") == [tmp_path / "_logs/a.csv"]
+    assert find_files("_l*/_*.csv", tmp_path, "w") == [tmp_path / "_logs/_b.csv"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "kind"),
+    [("_delta_log/0.json", "Delta"), ("metadata/v1.metadata.json", "Iceberg"), (".hoodie/hoodie.properties", "Hudi")],
+)
+@pytest.mark.parametrize("file", ["a.parquet", "day=1/hour=2/a.parquet", "data/day=1/a.parquet"])
+def test_files_of_a_table_are_refused(tmp_path: Path, mark: str, kind: str, file: str) -> None:
+    for name in (mark, file):
+        (tmp_path / "t" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "t" / name).write_text("x\n")
+    with pytest.raises(
+        ConfigError, match=rf"got data files of the {kind} table '.*/t', .* Read it as a table with source\.table"
+    ):
+        find_files("t/**/*.parquet", tmp_path, "source.path")
