@@ -27,6 +27,8 @@ def score(
 ) -> dict[str, Any]:
     """Scores each row of a range of days and writes the probabilities to the table NAME_scores.
 
+    A model with another name than the config has a table of its own, and so has each `version`: the result names it.
+
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.

@@ -1,5 +1,6 @@
 """What callers of storage configure and agree on. Imports nothing heavy."""
 
+import hashlib
 import re
 from collections.abc import Mapping
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -16,6 +17,9 @@ SCHEMES = ("s3", "s3a", "gs")
 PARTS = ("features", "held", "profile", "quarantine", "scores")
 """Suffixes of the tables that belong to a table of samples, such as `ads_profile` to `ads`."""
 
+LONGEST_LABEL = 30
+"""Characters of a text that are shown in a name made of it."""
+
 
 def find_owner(name: str) -> str | None:
     """Returns the table that a table belongs to by its name, or None for a table of samples.
@@ -26,6 +30,19 @@ def find_owner(name: str) -> str | None:
     """
     owner, _, part = name.rpartition("_")
     return owner if owner and part in PARTS else None
+
+
+def name_apart(owner: str, what: str) -> str:
+    """Returns a name for one of several things that belong to a table, such as a model that is trained on it.
+
+    Args:
+        what: Any text. Other text gives another name.
+    Example:
+        >>> name_apart("ads", "small model")
+        'ads__small_model_3f529422'
+    """
+    label = re.sub(r"[^A-Za-z0-9]+", "_", what).strip("_")[:LONGEST_LABEL]
+    return f"{owner}__{label}_{hashlib.sha256(what.encode()).hexdigest()[:8]}"
 
 
 class StorageConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

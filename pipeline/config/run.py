@@ -32,7 +32,7 @@ from pipeline.search.config import ReleaseConfig, SweepConfig
 from pipeline.training.config import SPANS, TrainConfig
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.schema import FeatureSchema
-from storage.config import NAME, PARTS, StorageConfig, WarehouseConfig, find_owner
+from storage.config import NAME, PARTS, StorageConfig, WarehouseConfig, find_owner, name_apart
 from storage.filters import check_filter
 
 M = TypeVar("M", bound=BaseModel)
@@ -187,6 +187,11 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def model_name(self) -> str:
         """Name in the registry."""
         return self.registration.model_name or self.name
+
+    @property
+    def model_key(self) -> str:
+        """Begins the names of what belongs to the model and not to its table: other models may be trained on it."""
+        return self.name if self.model_name == self.name else name_apart(self.name, self.model_name)
 
     def semantics(self) -> dict[str, Any]:
         """Returns what decides the trained model, apart from its data. Equal semantics are one training."""

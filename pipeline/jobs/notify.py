@@ -104,23 +104,23 @@ def list_messages(
             f"They are in table {config}_held. Mend the input and ingest again, or write a day as it is: "
             f"python -m flows.ingest CONFIG day={held[0]} force=true",
         )  # fmt: skip
-    judged = result.get("judged") or {}
-    verdicts = [
-        (judged.get("version"), judged.get("gate")),
-        ((result.get("model") or {}).get("version"), result.get("gate")),
-    ]
+    judged, model = result.get("judged") or {}, result.get("model") or {}
+    if isinstance(model, str):  # of a scoring
+        model = {"name": model}
+    name = model.get("name", config)  # several models may be trained on one table
+    verdicts = [(judged.get("version"), judged.get("gate")), (model.get("version"), result.get("gate"))]
     for version, gate in verdicts:
         if gate and gate["decision"] == "reject" and result["status"] != "skipped":
             yield Message(
-                kind="rejection", cause=f"{config} {version}", subject=f"{config}: version {version} was rejected",
+                kind="rejection", cause=f"{name} {version}", subject=f"{name}: version {version} was rejected",
                 text=f"{gate['reason']}\n\nThe champion stays. See python -m flows.report CONFIG run={version}. "
                 f"To overrule the gate: python -m flows.promote CONFIG version={version}",
             )  # fmt: skip
     calibration = (result.get("champion_eval") or {}).get("calibration")
     if calibration is not None and not bounds[0] <= calibration <= bounds[1] and result["status"] != "skipped":
         yield Message(
-            kind="calibration", cause=f"{config} {result.get('day')}",
-            subject=f"{config}: the champion's calibration is {calibration:.3f}",
+            kind="calibration", cause=f"{name} {result.get('day')}",
+            subject=f"{name}: the champion's calibration is {calibration:.3f}",
             text=f"On {result.get('day')} version {result.get('champion')} predicted {calibration:.3f} times the "
             f"positive labels. The gate allows {bounds[0]:g} to {bounds[1]:g}.\n\nLook whether the labels of that day "
             "are complete. If they are, train: python -m flows.recurring CONFIG. An earlier champion: python -m "
@@ -138,15 +138,18 @@ def find_stale(workspace: Workspace, limit: int) -> Message | None:
     if champion is None or version is None or "trained_to" not in version.tags:
         return None
     newest = max(warehouse.day_rows(warehouse.current(config.name)))
-    return describe_stale(config.name, champion, datetime.date.fromisoformat(version.tags["trained_to"]), newest, limit)
+    return describe_stale(
+        config.model_name, champion, datetime.date.fromisoformat(version.tags["trained_to"]), newest, limit
+    )
 
 
 def describe_stale(
-    config: str, version: int, trained_to: datetime.date, newest: datetime.date, limit: int
+    model: str, version: int, trained_to: datetime.date, newest: datetime.date, limit: int
 ) -> Message | None:
     """Returns the message that a champion lacks too many days of the table. None: it does not.
 
     Args:
+        model: Its name in the registry.
         newest: Newest day of the table.
         limit: Days from which a champion counts as stale.
 
@@ -158,7 +161,7 @@ def describe_stale(
     if behind < max(limit, 1):
         return None
     return Message(
-        kind="stale", cause=f"{config} {version}", subject=f"{config}: the champion is {behind} days behind its table",
+        kind="stale", cause=f"{model} {version}", subject=f"{model}: the champion is {behind} days behind its table",
         text=f"Version {version} is trained to {trained_to}, and the table has days up to {newest}.\n\n"
         "Look why no later model was promoted: python -m flows.recurring CONFIG trains on the missing days",
     )  # fmt: skip

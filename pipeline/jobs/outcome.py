@@ -124,7 +124,9 @@ def show_outcome(workspace: Workspace, result: Mapping[str, Any]) -> None:
     table = "\n".join(["| metric | value |", "|---|---|", *rows])
     with workspace.best_effort("the outcome on the run's page"):
         link = f"[MLflow run]({run_address(workspace, result['mlflow_run_id'])})"
-        workspace.console.show_text("outcome", workspace.config.name, f"# {short}\n\n{long}\n\n{table}\n\n{link}", long)
+        workspace.console.show_text(
+            "outcome", workspace.config.model_key, f"# {short}\n\n{long}\n\n{table}\n\n{link}", long
+        )
 
 
 def run_address(workspace: Workspace, run_id: str) -> str:

@@ -72,6 +72,7 @@ def plan_scoring(
     end: datetime.date | None = None,
     force: bool = False,
     joined: tuple[PinnedSource, ...] = (),
+    table: str | None = None,
 ) -> ScoringWork:
     """Plans which days of a snapshot to score. Reads only metadata and the filter's columns.
 
@@ -81,11 +82,12 @@ def plan_scoring(
         end: Last day. None: the table's.
         force: Scores days that are done, too.
         joined: Feature sources of columns that the table does not have.
+        table: Table of the model's scores. None: that of the model with the table's name.
     Raises:
         ConfigError: If a column to keep, or one of the filter, is not in the table.
         EmptyDatasetError: If there is no day in the range, or no row to score.
     """
-    schema, table = joined_schema(warehouse, source, joined), f"{source.table}_{SCORES}"
+    schema, table = joined_schema(warehouse, source, joined), table or f"{source.table}_{SCORES}"
     for name in config.keep:
         if name not in schema.names:
             raise unknown_column("scoring.keep", name, schema.names)

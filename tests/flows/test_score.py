@@ -83,6 +83,24 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
     assert (code, result["version"], result["days"], result["skipped_days"]) == (0, 1, DAYS[:1], []), log
 
 
+@pytest.mark.slow
+def test_models_and_named_versions_keep_their_scores_apart(smoke, home, copied, command):
+    second = "registration.model_name=Small model"
+    tracker = open_smoke().tracking
+    first = tracker.client.get_model_version("smoke", "1")
+    tracker.client.create_registered_model("Small model")
+    tracker.client.create_model_version("Small model", first.source, first.run_id, tags=first.tags)
+    move_alias(tracker, "Small model", CHAMPION, 1, "person", "the same")
+    runs = [("scoring.keep=[cat_user]",), (second,), ("version=1",), (second, "version=1")]
+    results = [command(score, CONFIG, *words, "end=2025-01-06", home=copied) for words in runs]
+    assert [(code, one["status"], one["rows"]) for code, one, _ in results] == [(0, "ok", 5_000)] * 4, results[-1][2]
+    tables = [one["table"] for _, one, _ in results]
+    assert (tables[0], len({*tables})) == ("smoke_scores", 4)
+    again = [command(score, CONFIG, *words, "end=2025-01-06", home=copied)[1]["status"] for words in runs]
+    assert again == ["skipped"] * 4
+    assert everything("smoke_scores", ["cat_user"]).num_rows == 5_000
+
+
 def test_a_day_that_cannot_be_scored_is_one_sentence(copied, command):
     code, result, _ = command(score, CONFIG, "version=99", home=copied)
     known = ", ".join(str(number) for number in list_versions(open_smoke().tracking, "smoke"))

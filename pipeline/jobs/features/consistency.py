@@ -179,7 +179,7 @@ def show_differences(
     Returns:
         The file.
     """
-    name, features = workspace.config.name, result["features"]
+    name, features = workspace.config.model_key, result["features"]
     path = workspace.home / "reports" / f"consistency-{name}-{days[0]}-{days[-1]}" / f"{kind}.json"
     write_json(path, result)
     line = f"{sum(one['differing'] > 0 for one in features)} of {len(features)} {line}"

@@ -280,7 +280,7 @@ def make_day_job(
     contents = workspace.warehouse.day_contents(today.snapshot)
     work = [decision.training, today.champion.version, *(contents[day] for day in (*days, today.day))]
     joined = describe_joined(workspace.warehouse, workspace.feature_joins(), today.snapshot, (*days, today.day))
-    name = f"{workspace.config.name}-{today.day}-{today.identity[:12]}-{digest({'work': work} | joined)[:8]}"
+    name = f"{workspace.config.model_key}-{today.day}-{today.identity[:12]}-{digest({'work': work} | joined)[:8]}"
     folder = workspace.unfinished_folder("runs", name, REGISTERED)
     begun = find_begun(workspace, folder)
     data, start = _select_parts(workspace, today, days), None
@@ -315,7 +315,7 @@ def clear_old_runs(workspace: Workspace, day: datetime.date) -> list[str]:
     Leaves out unfinished runs, runs of other models, the newest `recurring.keep_checkpoints`, and the folders of
     versions that have an alias or that a rollback would go back to.
     """
-    config, prefix = workspace.config, f"{workspace.config.name}-"
+    config, prefix = workspace.config, f"{workspace.config.model_key}-"
     served = {version.tags.get("run_folder") for version in list_spared(workspace.tracking)}
     days = (workspace.home / "runs").glob(f"{prefix}????-??-??-*")
     done = [path for path in days if (path / CHECKPOINTS).exists() and registered_model(path) == config.model_name]

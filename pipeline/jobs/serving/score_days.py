@@ -18,7 +18,8 @@ from pipeline.registration.aliases import choose_version
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.tracking import Tracker
 from pipeline.registration.versions import download_packed
-from pipeline.scoring.score import plan_scoring, score
+from pipeline.scoring.score import SCORES, plan_scoring, score
+from storage.config import name_apart
 from storage.reader import SnapshotRef
 from storage.scratch import ScratchFolder
 
@@ -47,6 +48,7 @@ def score_rows(
 ) -> Scores:
     """Scores the days of the newest snapshot that this version has not scored yet, or that have changed since.
 
+    Each model has a table of its own, and so has each version that is named: they would undo each other's work.
     Safe to repeat: a day is replaced as a whole, and finished days stay.
 
     Args:
@@ -57,7 +59,10 @@ def score_rows(
     number, identity = choose_version(tracker, config.model_name, version)
     source = warehouse.current(config.name)
     joined = sources_as_trained(workspace, source, trained_sources(workspace, number))
-    work = plan_scoring(config.scoring, warehouse, source, config.filter, identity, start, end, force, joined)
+    key = config.model_key if version is None else name_apart(config.model_key, f"v{version}")
+    work = plan_scoring(
+        config.scoring, warehouse, source, config.filter, identity, start, end, force, joined, f"{key}_{SCORES}"
+    )
     rows, mean, speed = 0, None, None
     if work.todo:
         model = _load_model(tracker, config.model_name, number, workspace.home / "tmp")

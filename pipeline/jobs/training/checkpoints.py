@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.training.state.checkpoints import StoredCheckpoints
 
 PLAIN, DAILY = "[0-9a-f]{12}", r"\d{4}-\d{2}-\d{2}-[0-9a-f]{12}-[0-9a-f]{8}"
-"""What follows a table's name in the folder of a training by flows.train, and by flows.recurring."""
+"""What follows the key of a model in the folder of a training by flows.train, and by flows.recurring."""
 Which = int | Literal["newest", "best"]
 
 
@@ -24,7 +24,7 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
     """Describes each checkpoint and reports damaged ones.
 
     Args:
-        run: Folder of one run. None: all runs of the config's name.
+        run: Folder of one run. None: all runs of the config's model.
         verify: Raises if one is damaged.
     Raises:
         CheckpointError: If one is damaged and `verify` is set.
@@ -45,7 +45,7 @@ def list_checkpoints(workspace: Workspace, run: str | None, verify: bool) -> dic
         workspace.console.log.warning("%s", error)
     if verify and damaged:
         raise store.CheckpointError(
-            f"{len(damaged)} of {len(found)} checkpoints of '{workspace.config.name}'", "whole ones",
+            f"{len(damaged)} of {len(found)} checkpoints of '{workspace.config.model_name}'", "whole ones",
             "; ".join(damaged), "Remove them: training resumes from the newest whole one.",
         )  # fmt: skip
     action = "verify" if verify else "list"
@@ -80,7 +80,7 @@ def export_checkpoint(workspace: Workspace, run: str | None, which: Which) -> di
         fitting = [folder for folder in folders if _matches(folder, which)]
         if not fitting:
             known = ", ".join(f"{folder.parents[1].name}/{folder.name}" for folder in folders) or "none"
-            expected = f"a checkpoint of '{workspace.config.name}'"
+            expected = f"a checkpoint of '{workspace.config.model_name}'"
             raise ConfigError(f"step '{which}'", expected, known, "Name one, or train first.")
         folder = max(fitting, key=lambda path: (path.stat().st_mtime, path.name))
         name = folder.parents[1].name
@@ -161,7 +161,7 @@ def _fetch_stored(workspace: Workspace, run: str | None, which: Which, copies: s
 
 
 def _ours(workspace: Workspace) -> re.Pattern[str]:
-    return re.compile(rf"{workspace.config.name}-({DAILY}|{PLAIN})-\d+")
+    return re.compile(rf"{workspace.config.model_key}-({DAILY}|{PLAIN})-\d+")
 
 
 def _folders(workspace: Workspace, run: str | None, elsewhere: bool = False) -> list[Path]:
@@ -172,7 +172,7 @@ def _folders(workspace: Workspace, run: str | None, elsewhere: bool = False) -> 
     """
     from pipeline.training.state import checkpoint as store
 
-    name, root = workspace.config.name, workspace.home / "runs"
+    name, root = workspace.config.model_name, workspace.home / "runs"
     runs = sorted(folder for folder in root.glob("*") if _ours(workspace).fullmatch(folder.name))
     if run is not None:
         known = ", ".join(folder.name for folder in runs) or "none"

@@ -328,7 +328,7 @@ def show_result(workspace: Workspace, version: str, text: str, run_id: str) -> N
         version: The version in words.
         text: The page in markdown.
     """
-    console, name = workspace.console, workspace.config.name
+    console, name = workspace.console, workspace.config.model_key
     console.show_text("report", name, f"# {version}\n\n{text}", version)
     address = run_address(workspace, run_id)
     console.show_link("mlflow", name, address, f"MLflow run {run_id[:8]}", f"{version} in MLflow")

@@ -140,7 +140,7 @@ def resolve_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> T
         ),
         None,
     )
-    folder = workspace.unfinished_folder("runs", f"{config.name}-{identity[:12]}", REGISTERED)
+    folder = workspace.unfinished_folder("runs", f"{config.model_key}-{identity[:12]}", REGISTERED)
     begun = None if done else find_begun(workspace, folder)
     if begun is not None and begun != snapshot:
         workspace.console.log.info("resumes on snapshot %s, which has the same rows", begun.snapshot_id)

@@ -36,6 +36,8 @@ FOLDER = re.compile(r"-(?P<identity>[0-9a-f]{12})(-[0-9a-f]{8})?-\d+$")
 TAG = re.compile(r"train-(?P<identity>[0-9a-f]{12})-\d+")
 TABLES = ("", "_quarantine", "_held", "_profile", "_features", "_scores")
 """Endings of the tables that belong to a data set."""
+SCORES = re.compile(r"(?P<table>\w+?)(__((?!__)\w)*_[0-9a-f]{8}){1,2}_scores")
+"""Tables with the scores of further models of a table, or of single versions."""
 SEARCHES = ("sweeps", "releases", "backtests")
 """Folders of work that is kept until it is removed by hand, and whose snapshots are kept with it."""
 TRAININGS = ("runs", "replays")
@@ -151,7 +153,7 @@ def remove_notes(workspace: Workspace, dry_run: bool) -> list[Removed]:
         "reports of ingests": chain.from_iterable(
             (home / "reports").glob(f"ingest-{table}-{DAY}-{DAY}") for table in (config.name, *config.events)
         ),
-        "reports of consistency": (home / "reports").glob(f"consistency-{config.name}-{DAY}-{DAY}"),
+        "reports of consistency": (home / "reports").glob(f"consistency-{config.model_key}-{DAY}-{DAY}"),
         "records of reads": (home / READS / config.name).glob("*.json"),
         "fitted plans": (home / PLANS / config.name).glob("*.json"),
     }
@@ -230,6 +232,8 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
     going = set(retired) - _needed(workspace, left)
     tables = [config.name, *config.events]
     names = [f"{table}{end}" for table in tables for end in TABLES]
+    known = sorted(row[-1] for row in warehouse.catalog.list_tables(warehouse.config.namespace))
+    names += [name for name in known if (found := SCORES.fullmatch(name)) and found["table"] in tables]
     names = [name for name in names if warehouse.has_table(name) and not warehouse.is_foreign(name)]
     tags, snapshots, files, size = list[str](), 0, 0, 0
     with ExitStack() as locks:  # an ingest's files belong to no snapshot yet
@@ -264,12 +268,12 @@ def _retired(workspace: Workspace) -> list[ModelVersion]:
 
 
 def _old_folders(workspace: Workspace) -> list[Path]:
-    """Returns the folders of the config's trainings that may go."""
+    """Returns the folders of the model's trainings that may go."""
     days = workspace.config.retention.runs_days
     if days is None:
         return []
     served = {version.tags.get("run_folder") for version in list_spared(workspace.tracking)}
-    own = _folders(workspace.home, TRAININGS, f"{workspace.config.name}-")
+    own = _folders(workspace.home, TRAININGS, f"{workspace.config.model_key}-")
     return [folder for folder in own if folder.name not in served and _changed(folder) < _before(days)]
 
 

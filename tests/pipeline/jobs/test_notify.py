@@ -147,3 +147,24 @@ def test_a_champion_behind_its_table_is_stale() -> None:
     message = describe_stale("demo", 3, trained, newest, 7)
     assert message is not None
     assert message.subject == "demo: the champion is 7 days behind its table"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"gate": {"decision": "reject", "reason": "NE is higher."}},
+        {"day": "2025-01-03", "champion_eval": {"calibration": 1.3}},
+    ],
+)
+def test_models_on_one_table_do_not_silence_each_other(more: dict[str, Any]) -> None:
+    results = [{"status": "ok", "model": {"name": name, "version": 2}, **more} for name in ("demo", "small")]
+    messages = [one for result in results for one in list_messages("train", "demo", result, BOUNDS)]
+    assert len({one.cause for one in messages}) == 2
+    assert [one.subject.partition(":")[0] for one in messages] == ["demo", "small"]
+    stale = [describe_stale(name, 2, datetime.date(2025, 1, 1), datetime.date(2025, 2, 1), 7) for name in "ab"]
+    assert len({one.cause for one in stale if one is not None}) == 2
+
+
+def test_the_result_of_a_scoring_has_messages() -> None:
+    """Its model is a name, without a version."""
+    assert list(list_messages("score", "demo", {"status": "ok", "model": "small", "version": 3}, BOUNDS)) == []

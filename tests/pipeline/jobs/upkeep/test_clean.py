@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from mlflow.exceptions import MlflowException
 
-from pipeline.jobs.upkeep.clean import clean
+from pipeline.jobs.upkeep.clean import SCORES, clean
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.cache.entries import RowColumn
 from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, list_moves, list_spared, move_alias, rollback
+from storage.config import name_apart
 from storage.reader import SnapshotRef
 from tests.homes import open_smoke, rows_of, write_days
 
@@ -357,3 +358,14 @@ def test_none_keeps_a_kind_for_ever(home: Path) -> None:
     assert (folder.exists(), tags_of(workspace)) == (True, {tag})
     assert workspace.tracking.client.get_run(run_id)
     assert len(workspace.tracking.client.search_model_versions()) == 1
+
+
+@pytest.mark.parametrize("model", ["small", "Small model", "模型"])
+@pytest.mark.parametrize("version", [None, 3])
+def test_tables_of_scores_of_any_model_belong_to_the_table_alone(model: str, version: int | None) -> None:
+    for table in ("smoke", "my__smoke", "my_smoke"):
+        key = name_apart(table, model)
+        found = SCORES.fullmatch((key if version is None else name_apart(key, f"v{version}")) + "_scores")
+        assert found is not None
+        assert found["table"] == table
+    assert not any(map(SCORES.fullmatch, ("smoke_scores", "smoke__v3_scores", "smoke__small_0123456_scores")))
