@@ -56,9 +56,10 @@ class InvocationReader:
         for name, kind in self.loaded.columns.items():
             if kind == "long" and name in sent:
                 ends = pc.min_max(rows.column(name)).as_py()
-                if max(abs(ends["min"] or 0), abs(ends["max"] or 0)) >= EXACT_FLOAT:
+                if (ends["min"] or 0) < 0 or (ends["max"] or 0) >= EXACT_FLOAT:  # ids from 2**63 on are negative here
                     kinds = {type(value) for value in sent[name]}
-                    if kinds & {float, type(None)} and list not in kinds:
+                    sizes = (abs(value) for value in sent[name] if type(value) is int)
+                    if kinds & {float, type(None)} and list not in kinds and max(sizes, default=0) >= EXACT_FLOAT:
                         return True
         return False
 

@@ -140,7 +140,8 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
                 found = _single(found)
             if fits(found.type, kind):
                 wanted = TYPES[kind]
-                return found if found.type == wanted else found.cast(wanted, safe="double" not in kind)
+                exact = "double" not in kind and not _has_uint64(found.type)  # those wrap, as in an ingest
+                return found if found.type == wanted else found.cast(wanted, safe=exact)
         except (pa.ArrowException, TypeError, ValueError, OverflowError):
             pass
     plain = []
@@ -152,6 +153,10 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
                 raise InputError(f"row {row}, column '{name}'", kind, repr(value)[:60], _remedy(kind, value)) from None
             plain.append(_plain(defaults[name], kind))
     return pa.array(plain, TYPES[kind])
+
+
+def _has_uint64(kind: pa.DataType) -> bool:
+    return _has_uint64(kind.value_type) if is_list(kind) else pa.types.is_uint64(kind)
 
 
 def _single(found: pa.Array) -> pa.Array:
@@ -214,7 +219,8 @@ def _item(value: Any, kind: str) -> Any:
     if kind == "long" and isinstance(value, int | float):
         if isinstance(value, float) and (not value.is_integer() or abs(value) >= EXACT_FLOAT):
             raise ValueError("a float that has lost digits")  # pandas converts integers to floats if there is a null
-        return int(np.int64(int(value)))
+        whole = int(value)
+        return int(np.uint64(whole)) - 2**64 if whole >= 2**63 else int(np.int64(whole))  # wraps, as in an ingest
     raise TypeError(f"not a {kind}")
 
 

@@ -25,6 +25,8 @@ from pipeline.serving.metrics import ServerMetrics
 from pipeline.transforms.schema import FeatureSchema
 
 BIG = 2**62 + 1
+UNSIGNED = 2**64 - 5
+"""An id of 64 bits without a sign: -5 of two's complement."""
 SCHEMA = FeatureSchema.model_validate(
     {
         "dense": [{"columns": ["age", "since"], "transforms": [{"kind": "fill_null"}]}],
@@ -42,11 +44,11 @@ COLUMNS = pa.schema(
 )  # fmt: skip
 PLAIN = {
     "age": [25.0, 3, None, -1e300, True], "since": ["2025-01-02T12:30:00", None, "2020-02-29"],
-    "user": [1, 2, 7, None, [5], [], [BIG]], "city": ["Oslo", "", None, "\u6771\u4eac"],
-    "tags": [[1, 2], [], None, [BIG], [None, 4]], "terms": [["a"], [], None, ["a", "b"]],
+    "user": [1, 2, 7, None, [5], [], [BIG], [UNSIGNED]], "city": ["Oslo", "", None, "\u6771\u4eac"],
+    "tags": [[1, 2], [], None, [BIG], [None, 4], [UNSIGNED, 2**63]], "terms": [["a"], [], None, ["a", "b"]],
 }  # fmt: skip
 ODD = {
-    "age": ["old", [1.0], 2**64, {"a": 1}, 1.5], "since": ["soon", 5, True], "user": [BIG, 2**64, 1.5, 3.0, "5", [1, 2], True],
+    "age": ["old", [1.0], 2**64, {"a": 1}, 1.5], "since": ["soon", 5, True], "user": [BIG, UNSIGNED, 2**64, 1.5, 3.0, "5", [1, 2], True],
     "city": [5, ["Oslo"], True, 1.5], "tags": [5, ["a"], [0.5], [[1]], "x"], "terms": ["a", ["a", 1], [None], 5],
 }  # fmt: skip
 CONFIG = DLRMConfig(embedding_width=4, bottom_mlp=(4,), top_mlp=(8,))

@@ -11,25 +11,44 @@ import pytest
 from pipeline.errors import ConfigError, InputError
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.request import TYPES, check_defaults, table_of
+from pipeline.serving.bodies import read_tensors
 
 VALUES = {
     "double": ([1, 2.5, None, float("nan"), True, np.float32(0.5), 2**60], [1.0, 2.5, None, None, 1.0, 0.5, 2.0**60]),
     "long": (
-        [1, -(2**63), True, None, float("nan"), 3.0, [2**62 + 1], [], (5,), np.int32(6), np.array([7])],
-        [1, -(2**63), 1, None, None, 3, 2**62 + 1, None, 5, 6, 7],
+        [
+            1,
+            -(2**63),
+            True,
+            None,
+            float("nan"),
+            3.0,
+            [2**62 + 1],
+            [],
+            (5,),
+            np.int32(6),
+            np.array([7]),
+            2**63,
+            [2**64 - 1],
+            np.uint64(2**63 + 9),
+        ],
+        [1, -(2**63), 1, None, None, 3, 2**62 + 1, None, 5, 6, 7, -(2**63), -1, 9 - 2**63],
     ),
     "string": (["a", "", None, pd.NA, "\u00e5"], ["a", "", None, None, "\u00e5"]),
     "list<double>": ([[1, None], [], None, (0.5,), np.array([2.0])], [[1.0, None], [], None, [0.5], [2.0]]),
-    "list<long>": ([[1, 2**62 + 1], [], None, [3.0, None], np.array([4])], [[1, 2**62 + 1], [], None, [3, None], [4]]),
+    "list<long>": (
+        [[1, 2**62 + 1], [], None, [3.0, None], np.array([4]), [2**64 - 7, 1]],
+        [[1, 2**62 + 1], [], None, [3, None], [4], [-7, 1]],
+    ),
     "list<string>": ([["a", None], [], None], [["a", None], [], None]),
 }
 WRONG: dict[str, list[Any]] = {
     "double": ["1", [1.0], {}, b"1", 10**400],
-    "long": ["1", 1.5, 2.0**60, 2**63, [1, 2], ["1"], float("inf"), {}],
+    "long": ["1", 1.5, 2.0**60, 2.0**63, 2**64, -(2**63) - 1, [1, 2], ["1"], float("inf"), {}],
     "string": [1, ["a"], b"a", "\ud800", True],
     "timestamp": [1, 1.5, "soon", ["2025-01-01"], True],
     "list<double>": [1.0, "12", ["1"], [[1.0]], {1: 2}],
-    "list<long>": [1, "12", [1.5], ["1"], [[1]], {1: 2}, [2**63]],
+    "list<long>": [1, "12", [1.5], ["1"], [[1]], {1: 2}, [2**64], [2.0**63]],
     "list<string>": ["ab", [1], [["a"]], {"a": 1}],
 }
 
@@ -64,6 +83,51 @@ def test_columns_of_pandas_types(dtype):
     rows = pd.DataFrame({"x": pd.Series([1, 0], dtype=dtype)})
     assert table_of(rows, {"x": "double"}, {}).column("x").to_pylist() == [1.0, 0.0]
     assert table_of(rows, {"x": "long"}, {}).column("x").to_pylist() == [1, 0]
+
+
+UNSIGNED = [2**63 - 1, 2**63, 2**64 - 1, 7]
+WRAPPED = np.array(UNSIGNED, np.uint64).view(np.int64).tolist()
+"""As an ingest stores them: the same 64 bits."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ids: {"x": ids},
+        lambda ids: {"x": [[one] for one in ids]},
+        lambda ids: json.dumps({"x": ids}),
+        lambda ids: json.dumps([{"x": one} for one in ids]),
+        lambda ids: pd.DataFrame({"x": np.array(ids, np.uint64)}),
+        lambda ids: pd.DataFrame({"x": pd.array(ids, "UInt64")}),
+        lambda ids: pd.DataFrame({"x": pd.Series(ids, dtype="object")}),
+        lambda ids: pd.DataFrame({"x": pd.Series(ids, dtype="uint64[pyarrow]")}),
+        lambda ids: {"x": np.array(ids, np.uint64)},
+        lambda ids: pa.table({"x": pa.array(ids, pa.uint64())}),
+        lambda ids: pa.table({"x": pa.chunked_array([ids[:1], ids[1:]], pa.uint64())}),
+        lambda ids: pa.table({"x": pa.array(ids, pa.uint64()).dictionary_encode()}),
+        lambda ids: pa.table({"x": pa.array([[one] for one in ids], pa.list_(pa.uint64()))}),
+        lambda ids: pa.table({"x": pa.array([[one] for one in ids], pa.large_list(pa.uint64()))}),
+        lambda ids: read_tensors(
+            {"inputs": [{"name": "x", "shape": [len(ids)], "datatype": "UINT64", "data": ids}]}, {"x": "long"}
+        ),
+    ],
+)
+@pytest.mark.parametrize("defaults", [{}, {"x": 3}])
+def test_unsigned_ids_wrap_at_every_door(make, defaults):
+    assert table_of(make(UNSIGNED), {"x": "long"}, defaults).column("x").to_pylist() == WRAPPED
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.uint64()), pa.large_list(pa.uint64()), None])
+def test_lists_of_unsigned_ids_wrap(kind):
+    rows = [[UNSIGNED[1], 7], [], None, [UNSIGNED[2], None]]
+    sent = {"x": rows} if kind is None else pa.table({"x": pa.array(rows, kind)})
+    made = table_of(sent, {"x": "list<long>"}, {"x": [3]}).column("x").to_pylist()
+    assert made == [[WRAPPED[1], 7], [], None, [WRAPPED[2], None]]
+
+
+def test_unsigned_numbers_of_a_dense_column_stay_numbers():
+    for sent in ({"x": UNSIGNED}, pa.table({"x": pa.array(UNSIGNED, pa.uint64())})):
+        assert table_of(sent, {"x": "double"}, {}).column("x").to_pylist() == [float(one) for one in UNSIGNED]
 
 
 def test_text_of_rows_keeps_large_ids_next_to_nulls():
