@@ -2,8 +2,10 @@
 
 import datetime
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,6 +23,14 @@ Rows: TypeAlias = "pd.DataFrame | pa.Table | Mapping[str, Any] | str"
 """A data frame, an Arrow table, a dict with a list per column, or the JSON text of such a dict or of a list of rows."""
 EXACT_FLOAT = 2.0**53
 """From here on a float may represent several ids."""
+ISO_TIME = re.compile(
+    r"\d{4}-\d\d-\d\d([T ]\d\d(:\d\d(:\d\d([.,]\d+)?)?)?(Z|[+-]\d\d(:?\d\d)?)?)?"
+    r"|\d{8}T\d\d(\d\d(\d\d([.,]\d+)?)?)?(Z|[+-]\d\d(\d\d)?)?",
+    re.ASCII,
+)
+"""A date, or a time with or without an offset from UTC, in the extended or the basic form of ISO 8601."""
+FAILURES = (TypeError, ValueError, OverflowError, LookupError, pa.ArrowException)
+"""What Python and Arrow raise for values that they cannot convert."""
 TYPES: Mapping[str, pa.DataType] = {
     "double": pa.float64(),
     "long": pa.int64(),
@@ -131,8 +141,9 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
     Most columns have one type throughout. They do not pass through Python value by value.
     """
     if isinstance(values, pa.Array) and kind == "timestamp" and pa.types.is_timestamp(values.type):
-        if values.type.unit != "ns":  # Arrow rounds nanoseconds before 1970 the other way
-            return values.cast(pa.timestamp("us", values.type.tz)).cast(TYPES[kind])
+        values = values.view(pa.timestamp(values.type.unit))  # the zone only says how to show the same time
+        with suppress(pa.ArrowException):  # a cast would round nanoseconds before 1970 up
+            return pc.floor_temporal(values, 1, "microsecond").cast(TYPES[kind])
     elif kind != "timestamp":  # times with and without a zone may be mixed
         try:
             found = values if isinstance(values, pa.Array) else pa.array(values, from_pandas=True)
@@ -142,15 +153,18 @@ def _array(name: str, kind: str, values: Sequence[Any], defaults: Mapping[str, A
                 wanted = TYPES[kind]
                 exact = "double" not in kind and not _has_uint64(found.type)  # those wrap, as in an ingest
                 return found if found.type == wanted else found.cast(wanted, safe=exact)
-        except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        except FAILURES:
             pass
     plain = []
-    for row, value in enumerate(values.to_pylist() if isinstance(values, pa.Array) else values):
+    for row, sent in enumerate(values):
+        value = sent
         try:
+            value = sent.as_py() if isinstance(sent, pa.Scalar) else sent
             plain.append(_plain(value, kind))
-        except (TypeError, ValueError, OverflowError):
+        except FAILURES:
             if name not in defaults:
-                raise InputError(f"row {row}, column '{name}'", kind, repr(value)[:60], _remedy(kind, value)) from None
+                shown = f"a {value.type} beyond its range" if isinstance(value, pa.Scalar) else repr(value)[:60]
+                raise InputError(f"row {row}, column '{name}'", kind, shown, _remedy(kind, value)) from None
             plain.append(_plain(defaults[name], kind))
     return pa.array(plain, TYPES[kind])
 
@@ -186,6 +200,8 @@ def fits(found: pa.DataType, kind: str) -> bool:
 def _remedy(kind: str, value: Any) -> str:
     if kind == "long" and isinstance(value, float) and value.is_integer():
         return "A null in the column made it a float; send ids as [id]."
+    if kind == "timestamp":
+        return "Send ISO 8601 such as 2025-03-04T12:00:00Z, or a type with a unit such as Arrow's timestamp, or null."
     return "Correct the value, or leave it null."
 
 
@@ -225,8 +241,15 @@ def _item(value: Any, kind: str) -> Any:
 
 
 def _utc(value: Any) -> pd.Timestamp:
-    """Converts a time, a date or its ISO text to a naive UTC time, as the warehouse has it."""
-    if not isinstance(value, str | datetime.date | np.datetime64):  # a number would be read as nanoseconds
+    """Converts a time, a date or its ISO 8601 text to a naive UTC time, as the warehouse has it.
+
+    pandas would guess what other text means, such as `3/4/2025`, `12:30` or `now`, and a number's unit.
+    """
+    if isinstance(value, str):
+        if not ISO_TIME.fullmatch(value):
+            raise ValueError("not ISO 8601")
+        value = datetime.datetime.fromisoformat(value)
+    elif not isinstance(value, datetime.date | np.datetime64):
         raise TypeError("not a time")
     time = pd.Timestamp(value)
     return (time if time.tzinfo is None else time.tz_convert(None)).floor("us")

@@ -48,7 +48,7 @@ PLAIN = {
     "tags": [[1, 2], [], None, [BIG], [None, 4], [UNSIGNED, 2**63]], "terms": [["a"], [], None, ["a", "b"]],
 }  # fmt: skip
 ODD = {
-    "age": ["old", [1.0], 2**64, {"a": 1}, 1.5], "since": ["soon", 5, True], "user": [BIG, UNSIGNED, 2**64, 1.5, 3.0, "5", [1, 2], True],
+    "age": ["old", [1.0], 2**64, {"a": 1}, 1.5], "since": ["soon", 5, True, "3/4/2025", "now", "12:30", "2025", "1735732800", "20250102", "Jan 2 2025"], "user": [BIG, UNSIGNED, 2**64, 1.5, 3.0, "5", [1, 2], True],
     "city": [5, ["Oslo"], True, 1.5], "tags": [5, ["a"], [0.5], [[1]], "x"], "terms": ["a", ["a", 1], [None], 5],
 }  # fmt: skip
 CONFIG = DLRMConfig(embedding_width=4, bottom_mlp=(4,), top_mlp=(8,))

@@ -1,5 +1,6 @@
 """Raw rows as callers send them: how values are converted, when defaults apply, what is refused."""
 
+import datetime
 import json
 from typing import Any
 
@@ -83,6 +84,74 @@ def test_columns_of_pandas_types(dtype):
     rows = pd.DataFrame({"x": pd.Series([1, 0], dtype=dtype)})
     assert table_of(rows, {"x": "double"}, {}).column("x").to_pylist() == [1.0, 0.0]
     assert table_of(rows, {"x": "long"}, {}).column("x").to_pylist() == [1, 0]
+
+
+NOON = datetime.datetime(2025, 3, 4, 12)
+GOOD_TIMES = [
+    ("2025-03-04T12:00:00Z", NOON), ("2025-03-04T12:00:00", NOON), ("2025-03-04 12:00", NOON), ("2025-03-04T12", NOON),
+    ("2025-03-04T14:30:00+02:30", NOON), ("2025-03-04T14:30+0230", NOON), ("2025-03-04T10-02", NOON),
+    ("20250304T120000Z", NOON), ("20250304T1200", NOON), ("2025-03-04", NOON.replace(hour=0)),
+    ("2025-03-04T12:00:00,5Z", NOON.replace(microsecond=500_000)),
+    ("2025-03-04T12:00:00.123456999", NOON.replace(microsecond=123_456)),
+    ("1969-07-20T20:17:00.0000009Z", datetime.datetime(1969, 7, 20, 20, 17)), ("9999-12-31", datetime.datetime(9999, 12, 31)),
+    (datetime.date(2025, 3, 4), NOON.replace(hour=0)), (np.datetime64("2025-03-04T12"), NOON), (pd.Timestamp("2025-03-04 12:00", tz="UTC"), NOON),
+]  # fmt: skip
+GUESSED = [
+    "now", "today", "soon", "", " ", "2025", "2025-03", "202503", "20250304", "3/4/2025", "4.3.2025", "2025/03/04", "12:00", "March 4, 2025",
+    "2025-3-4", "2025-03-04T", "2025-03-04Z", "2025-03-04T12:00 PM", "2025-03-04T12:00:00 UTC", "2025-03-04T12:00 Europe/Oslo", "2025-W10-2",
+    "2025-063", "1741089600", "1741089600.5", "2025-03-04T12:00:00Z ", " 2025-03-04", "2025-02-30", "2025-13-01", "2025-03-04T25:00", "nan", "NaT",
+    "\u0662\u0660\u0662\u0665-03-04", "2025-03-04x12:00", "0000-01-01", "P1D", 1741089600, 1741089600.5, True, b"2025-03-04",
+    datetime.time(12), datetime.timedelta(1), np.timedelta64(1, "s"), np.int64(5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "expected"), GOOD_TIMES, ids=str)
+def test_times_in_iso_8601_or_of_a_type_with_a_unit(value, expected):
+    for rows in ([value], [None, value]):
+        assert table_of({"x": rows}, {"x": "timestamp"}, {}).column("x").to_pylist() == [None, expected][-len(rows) :]
+
+
+@pytest.mark.parametrize("value", GUESSED, ids=str)
+def test_no_time_is_guessed(value):
+    for sent in ({"x": [None, value]}, pd.DataFrame({"x": pd.Series([None, value], dtype="object")})):
+        with pytest.raises(InputError) as caught:
+            table_of(sent, {"x": "timestamp"}, {})
+        assert (caught.value.where, caught.value.expected) == ("row 1, column 'x'", "timestamp")
+        assert caught.value.actual == repr(value)[:60]
+    with pytest.raises(ConfigError):
+        check_defaults({"x": value}, {"x": "timestamp"})
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
+@pytest.mark.parametrize("zone", [None, "UTC", "America/New_York", "Not/A_Zone"])
+def test_arrow_declares_the_unit_and_a_zone_changes_no_time(unit, zone):
+    size = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
+    seconds = [0, -1, 1_741_089_600, -86_401]
+    times = pa.array([*(second * size for second in seconds), None], pa.int64()).view(pa.timestamp(unit, zone))
+    expected = [datetime.datetime(1970, 1, 1) + datetime.timedelta(seconds=second) for second in seconds]
+    assert table_of(pa.table({"x": times}), {"x": "timestamp"}, {}).column("x").to_pylist() == [*expected, None]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([None, 2**62], pa.int64()).view(pa.timestamp("s")),
+        pa.array([None, -(2**62)], pa.int64()).view(pa.timestamp("ms", "UTC")),
+        pa.array([None, 2**62], pa.int64()).view(pa.date64()),
+        pa.array([None, 2**31 - 1], pa.int32()).view(pa.date32()),
+        pa.array([None, 5], pa.int64()),
+        pa.array([None, 5], pa.duration("s")),
+        pa.array([None, 5], pa.time64("us")),
+        pa.array([None, [datetime.datetime(2025, 1, 1)]], pa.list_(pa.timestamp("ns", "Not/A_Zone"))),
+    ],
+    ids=lambda values: str(values.type),
+)
+def test_an_arrow_column_without_times_names_its_row(values):
+    with pytest.raises(InputError) as caught:
+        table_of(pa.table({"x": values}), {"x": "timestamp"}, {})
+    assert (caught.value.where, caught.value.expected) == ("row 1, column 'x'", "timestamp")
+    made = table_of(pa.table({"x": values}), {"x": "timestamp"}, {"x": "2025-03-04T12:00"}).column("x")
+    assert made.to_pylist() == [None, NOON]
 
 
 UNSIGNED = [2**63 - 1, 2**63, 2**64 - 1, 7]

@@ -285,6 +285,9 @@ TIMES = pa.table(
 )  # fmt: skip
 
 
+TIME_REMEDY = "Send ISO 8601 such as 2025-03-04T12:00:00Z, or a type with a unit such as Arrow's timestamp, or null."
+
+
 @pytest.fixture
 def timed(tmp_path, exported):
     weights, plan = exported(DERIVED, TIMES.schema, CONFIG)
@@ -312,8 +315,8 @@ def test_times_may_be_text_and_have_a_zone(timed, value):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"at": 5}, "row 0, column 'at': expected timestamp, got 5. Correct the value, or leave it null."),
-        ({"at": "soon"}, "row 0, column 'at': expected timestamp, got 'soon'. Correct the value, or leave it null."),
+        ({"at": 5}, f"row 0, column 'at': expected timestamp, got 5. {TIME_REMEDY}"),
+        ({"at": "soon"}, f"row 0, column 'at': expected timestamp, got 'soon'. {TIME_REMEDY}"),
         ({"weights": ["a"]}, "row 0, column 'weights': expected list<double>, got ['a']. Correct the value, or leave it null."),
     ],
 )  # fmt: skip
