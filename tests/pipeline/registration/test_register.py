@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from models.config import DLRMConfig
 from models.quantised import TABLES
 from pipeline.errors import RegistryError
-from pipeline.registration.register import check_probabilities, pack
+from pipeline.registration.register import TOLERANCE, check_probabilities, pack
 from pipeline.registration.scorer import LoadedModel
 from pipeline.transforms.schema import FeatureSchema
 
@@ -99,14 +99,47 @@ def test_the_record_names_the_form(folders):
     } == {"fp32": "fp32", "int8": "int8"}  # fmt: skip
 
 
+def rounded(terms: int, size: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities of the same float32 sums in two orders. The terms of a sum are far larger than it."""
+    random = np.random.default_rng(seed)
+    parts = (random.normal(size=(512, terms)) * size / np.sqrt(terms)).astype(np.float32)
+    orders = [parts, parts[:, random.permutation(terms)]]
+    return tuple(1 / (1 + np.exp(-np.add.accumulate(one, axis=1)[:, -1].astype(np.float64))) for one in orders)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("terms", [16, 1_000])
+@pytest.mark.parametrize("size", [0.01, 1.0, 6.0, 40.0])
+def test_sums_in_another_order_are_the_same_model(terms, size, seed):
+    """A fixed distance of probabilities would refuse some of them."""
+    actual, expected = rounded(terms, size, seed)
+    assert (actual != expected).any()
+    check_probabilities("r", actual, expected.tolist(), TOLERANCE)
+
+
+def test_log_odds_of_certain_rows_may_be_endless():
+    check_probabilities("r", np.array([1.0, 0.0, 1 - 1e-12]), [1 - 1e-9, 1e-12, 1.0], TOLERANCE)
+
+
+@pytest.mark.parametrize("odds", [-9.0, -3.0, 0.0, 2.0, 9.0])
+def test_another_model_differs_by_more_than_rounding(odds):
+    one, two = (1 / (1 + np.exp(-value)) for value in (odds, odds * 1.001 + 0.001))
+    with pytest.raises(RegistryError, match="row 1 of its probe"):
+        check_probabilities("r", np.array([0.5, two]), [0.5, one], TOLERANCE)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_probability_is_refused(bad):
+    with pytest.raises(RegistryError, match="row 1 of its probe"):
+        check_probabilities("r", np.array([0.5, bad]), [0.5, 0.5], TOLERANCE)
+
+
 def test_another_number_of_probabilities_or_another_value_is_refused():
-    check_probabilities("r", np.array([0.5]), [0.5 + 1e-7], 1e-6)
-    for expected in ([0.6], [0.5, 0.5], [float("nan")]):
-        with pytest.raises(RegistryError):
-            check_probabilities("r", np.array([0.5]), expected, 1e-6)
+    with pytest.raises(RegistryError, match="expected 2 probabilities, got 1"):
+        check_probabilities("r", np.array([0.5]), [0.5, 0.5], TOLERANCE)
     with pytest.raises(RegistryError) as caught:
-        check_probabilities("r", np.array([0.5]), [0.75], 1e-6)
+        check_probabilities("r", np.array([0.25, 0.5]), [0.25, 0.75], TOLERANCE)
     assert str(caught.value) == (
-        "model of run r: expected the probabilities of its weights within 1e-06, got 0.25 apart. "
-        "It is not registered; compare its plan and weights with the checkpoint's."
+        "model of run r, row 1 of its probe: expected 0.75 within 2.4e-05, the rounding of float32 sums, got 0.5, "
+        "which is 0.25 apart. It is not registered; compare its plan and weights with the checkpoint's."
     )
