@@ -258,7 +258,7 @@ class ScoringApp:
     def _invocations(self, request: RequestHead, body: bytes, loaded: LoadedVersion) -> Answer:
         model = loaded.model
         arrow = request.kind == ARROW
-        rows = model.table_of(read_arrow(body)) if arrow else model.read_invocation(body)
+        rows = model.table_of(read_arrow(body, self.config.body_bytes)) if arrow else model.read_invocation(body)
         scores = model.score_rows(rows)
         self._scored(loaded, rows, scores)
         if ARROW in request.accept or (arrow and JSON not in request.accept):

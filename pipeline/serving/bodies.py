@@ -7,8 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.errors import InputError
+from storage.arrow import is_list, is_text
 
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
 PROBABILITY = "probability"
@@ -21,6 +23,10 @@ TYPES = (
     *(f"{sign}INT{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)),
 )
 """Datatypes of the Open Inference Protocol."""
+UNPACKED_BYTES = 32 << 20
+"""Default of the most bytes of an Arrow body's rows."""
+MOST_EMPTY_ROWS = 1 << 20
+"""Rows of tensors without items, which take no bytes of the body."""
 Scores = npt.NDArray[np.float64]
 
 
@@ -36,20 +42,108 @@ def parse_json(body: bytes) -> Any:
         raise InputError("body", "JSON text", f"{error}"[:120], "Correct the text.") from None
 
 
-def read_arrow(body: bytes) -> pa.Table:
-    """Returns the table of an Arrow IPC stream.
+def read_arrow(body: bytes, limit: int = UNPACKED_BYTES) -> pa.Table:
+    """Returns the table of an Arrow IPC stream. Columns of dictionaries are unpacked.
 
+    Args:
+        limit: Most bytes of the rows.
     Raises:
-        InputError: If the body is none, or its offsets and texts are not what its schema says.
+        InputError: If the body is none, its offsets and texts are not what its schema says, its buffers are compressed,
+            or its rows are larger than the limit: a few bytes can stand for many rows.
     """
     try:
+        _refuse_compressed(body)
         with pa.ipc.open_stream(body) as stream:
             rows = stream.read_all()
         rows.validate(full=True)  # a wrong offset would be read beyond the body's end
+        rows = _unpack(rows, limit)
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError("body", "an Arrow IPC stream", f"'{reason:.120}'", f"Send one with type {ARROW}.") from None
     return rows
+
+
+def _refuse_compressed(body: bytes) -> None:
+    """Looks at the head of each message. Arrow has no bound for what it would make of the buffers."""
+    messages = pa.ipc.MessageReader.open_stream(body)
+    while True:
+        try:
+            message = messages.read_next_message()
+        except StopIteration:
+            return
+        if message.type in ("record batch", "dictionary") and _is_compressed(message):
+            raise InputError("body", "an uncompressed Arrow stream", "compressed buffers", "Send it uncompressed.")
+
+
+def _is_compressed(message: Any) -> bool:
+    """Whether a message with rows has the field `compression`. Arrow has verified that its Flatbuffer is sound."""
+    head = memoryview(message.metadata)
+
+    def follow(place: int) -> int:
+        return place + int.from_bytes(head[place : place + 4], "little")
+
+    def find(table: int, field: int) -> int:
+        """Returns the place of a field, or 0 if the table lacks it."""
+        fields = table - int.from_bytes(head[table : table + 4], "little", signed=True)
+        size = int.from_bytes(head[fields : fields + 2], "little")
+        slot = 4 + 2 * field
+        offset = int.from_bytes(head[fields + slot : fields + slot + 2], "little") if slot < size else 0
+        return table + offset if offset else 0
+
+    batch = follow(find(follow(0), 2))
+    if message.type == "dictionary":
+        batch = follow(find(batch, 1))
+    return find(batch, 3) > 0
+
+
+def _unpack(rows: pa.Table, limit: int) -> pa.Table:
+    """Replaces dictionaries by their values.
+
+    Raises:
+        InputError: If the rows have more bytes than the limit, or a column has a type that packs values otherwise.
+    """
+    left = limit
+    for place, field in enumerate(rows.schema):
+        column = rows.column(place)
+        for chunk in column.chunks:
+            left -= _count_bytes(field.name, chunk)
+            if left < 0:
+                raise InputError("body", f"at most {limit:,} bytes of rows", "more", "Send fewer rows.")
+        if pa.types.is_dictionary(field.type):
+            rows = rows.set_column(place, field.name, column.cast(field.type.value_type))
+    return rows
+
+
+def _count_bytes(name: str, array: pa.Array) -> int:
+    """Returns the bytes of an array's values, each by itself: at least one, and a number's if it is null.
+
+    Raises:
+        InputError: If many values may be the same few bytes, as in views and runs.
+    """
+    kind, count = array.type, len(array)
+    if pa.types.is_null(kind):
+        return 8 * count
+    if _has_width(kind) or is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return max(count, int(array.nbytes))
+    if is_list(kind) or pa.types.is_fixed_size_list(kind):
+        return count + _count_bytes(name, array.flatten())
+    if pa.types.is_map(kind):
+        return count + _count_bytes(name, array.keys) + _count_bytes(name, array.items)
+    if pa.types.is_struct(kind):
+        return count + sum(_count_bytes(name, part) for part in array.flatten())
+    if pa.types.is_dictionary(kind) and _has_width(kind.value_type):
+        return count * max(int(kind.value_type.bit_width) // 8, 1)
+    if pa.types.is_dictionary(kind) and is_text(kind.value_type):
+        sizes = pc.binary_length(array.dictionary).cast(pa.int64())
+        return count + (pc.sum(sizes.take(array.indices)).as_py() or 0)
+    raise InputError(f"column '{name}'", "numbers, texts, times or lists of them", f"{kind}", "Send it as one of them.")
+
+
+def _has_width(kind: pa.DataType) -> bool:
+    try:
+        return not pa.types.is_dictionary(kind) and bool(kind.bit_width)
+    except ValueError:  # it has none
+        return False
 
 
 def write_arrow(scores: Scores) -> bytes:
@@ -119,6 +213,8 @@ def _column(tensor: Mapping[str, Any], holds_lists: bool) -> list[Any]:
             raise InputError(where, f"{shape[0]} values", f"{len(data)}", "Let shape and data agree.")
         return data
     rows, items = shape
+    if items == 0 and rows > MOST_EMPTY_ROWS:
+        raise InputError(where, f"at most {MOST_EMPTY_ROWS:,} rows without items", f"{rows:,}", "Leave the input out.")
     if len(data) == rows and all(isinstance(row, list) and len(row) == items for row in data):
         lists = data
     elif len(data) == rows * items and not any(isinstance(value, list) for value in data):
