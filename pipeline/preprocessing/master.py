@@ -39,7 +39,7 @@ TICK_SECONDS = 0.5
 """Longest time between two checks of the clock."""
 CACHE_WARNINGS = {
     "damaged": "the cache of columns had a damaged entry; it was removed, and its columns are made again",
-    "unwritten": "the disk is full or read-only. The run continues and caches no more columns",
+    "unwritten": "the disk is full or read-only. The run continues, and caches no more columns for a minute or longer",
 }
 """Trouble with the cache -> what to say the first time."""
 

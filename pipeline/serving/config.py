@@ -38,7 +38,7 @@ class ServingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Columns of requests, with their types, that the log takes although the model does not read them, such as
     `{user_id: long, event_time: timestamp}`. `flows.consistency` matches rows by them. A row without one has null."""
     log_bytes: PositiveInt = 1 << 30
-    """Size of the folder at which the log stops."""
+    """Size of the folder from which on rows are dropped, until files are removed."""
 
 
 class ServedVersion(BaseModel, frozen=True):

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,7 +29,7 @@ class RowLog:
 
     Args:
         folder: Is created.
-        limit: Bytes of the folder's files at which the log stops.
+        limit: Bytes of the folder's files at which rows are dropped, until files are removed.
         count: Called with (rows written, rows dropped).
         waiting: Bytes of rows that may wait.
     """
@@ -36,11 +37,11 @@ class RowLog:
     def __init__(
         self, folder: Path, limit: int, count: Callable[[int, int], None], waiting: int = WAITING_BYTES
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be is said at once
         self.folder, self.limit, self.count, self.waiting = folder, limit, count, waiting
         self._lock, self._held = threading.Lock(), 0
         self._rows: queue.SimpleQueue[tuple[ServedVersion, pa.Table, int] | None] = queue.SimpleQueue()
-        self._full = False
+        self._failing = False
         self._files = 0
         self._thread = threading.Thread(target=self._work, name="row-log", daemon=True)
         self._thread.start()
@@ -49,7 +50,7 @@ class RowLog:
         """Hands rows to the thread, or drops them if too many wait. Never waits."""
         size = rows.nbytes
         with self._lock:
-            taken = not self._full and self._held + size <= self.waiting
+            taken = self._held + size <= self.waiting
             self._held += size if taken else 0
         if not taken:
             self.count(0, rows.num_rows)
@@ -93,21 +94,39 @@ class RowLog:
                     parts, size = [], 0
 
     def _write(self, parts: list[pa.Table], size: int) -> None:
-        rows = pa.concat_tables(parts, promote_options="default")  # /rank has the columns in another order
-        written = 0
+        count, problem = sum(part.num_rows for part in parts), None
         try:
-            if sum(file.stat().st_size for file in self.folder.glob("*.parquet")) >= self.limit:
-                self._full = True
-                log.warning("log %s has %s bytes, its limit: further rows are dropped", self.folder, f"{self.limit:,}")
+            if self._count_bytes() >= self.limit:
+                problem = f"it has {self.limit:,} bytes, its limit"
             else:
-                name = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{self._files}"
-                self._files += 1
-                draft = self.folder / f".{name}.part"
-                pq.write_table(rows, draft, compression="zstd")
-                draft.rename(self.folder / f"{name}.parquet")
-                written = rows.num_rows
-        except OSError as error:
-            log.warning("log %s: %s rows are dropped: %s", self.folder, f"{rows.num_rows:,}", error.strerror or error)
+                self._write_file(pa.concat_tables(parts, promote_options="default"))  # /rank has another order
+        except Exception as error:  # the next rows may be written again
+            problem = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        if problem is not None and not self._failing:
+            log.warning("log %s: %s: further rows are dropped until that changes", self.folder, problem)
+        elif problem is None and self._failing:
+            log.warning("log %s: rows are written again", self.folder)
+        self._failing = problem is not None
         with self._lock:
             self._held -= size
-        self.count(written, rows.num_rows - written)
+        self.count(0 if problem else count, count if problem else 0)
+
+    def _count_bytes(self) -> int:
+        size = 0
+        for file in self.folder.glob("*.parquet"):
+            with suppress(FileNotFoundError):  # it has just been removed
+                size += file.stat().st_size
+        return size
+
+    def _write_file(self, rows: pa.Table) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)  # it may have been removed with its files
+        name = f"{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S}-{os.getpid()}-{self._files}"
+        self._files += 1
+        draft = self.folder / f".{name}.part"
+        try:
+            pq.write_table(rows, draft, compression="zstd")
+            draft.rename(self.folder / f"{name}.parquet")
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)  # of a full disk
+            raise

@@ -30,7 +30,9 @@ ENTRY, TEMPORARY = ".columns", ".tmp"
 KEPT_SHARE = 0.9
 """Share of the bound that an eviction leaves in use, so that not every write has to evict."""
 LOCK_SECONDS = 30.0
-"""Longest wait for another process that evicts. Then this one writes nothing any more."""
+"""Longest wait for another process that evicts."""
+PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 60.0, 3_600.0
+"""How long nothing is written after a write has failed. After each further failure, it is twice as long."""
 TOTAL_DIGITS = 20
 
 
@@ -63,7 +65,7 @@ class ColumnStore:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self.stats: Counter[str] = Counter()
-        self.is_writable = True
+        self._pause, self._resumes = 0.0, 0.0
         self._memory = bytearray()
 
     def load(self, rows: str, keys: Collection[str]) -> dict[str, RowColumn]:
@@ -89,7 +91,7 @@ class ColumnStore:
             rows: Key of the rows.
             columns: By key.
         """
-        if not self.is_writable:
+        if time.monotonic() < self._resumes:
             return
         entry = encode(columns)
         name = hashlib.sha256("\n".join(sorted(columns)).encode()).hexdigest()[:32]
@@ -97,9 +99,11 @@ class ColumnStore:
         try:
             if entry.size <= self.limit and not path.exists() and self._write(entry, path):
                 self.stats["bytes_written"] += entry.size
+                self._pause = 0.0
         except OSError:  # a full disk, a folder that is read only, a process that does not end its eviction
             self.stats["unwritten"] += 1
-            self.is_writable = False
+            self._pause = min(max(2 * self._pause, PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+            self._resumes = time.monotonic() + self._pause
 
     def take_stats(self) -> Counter[str]:
         """Returns what was counted since the last call."""

@@ -82,16 +82,53 @@ def test_a_slow_disk_drops_rows_and_delays_nobody(tmp_path, monkeypatch):
     assert sum(pq.read_metadata(file).num_rows for file in tmp_path.iterdir()) == 6
 
 
-@pytest.mark.parametrize("fault", ["limit", "no folder"])
-def test_a_full_disk_ends_the_log_and_not_the_server(tmp_path, monkeypatch, caplog, fault):
+def fill(log: RowLog, counts: Counted) -> tuple[int, int]:
+    """Adds a file's rows and waits until they are written or dropped. Returns how many were."""
+    before = counts.written, counts.dropped
+    log.add(version(1), ROWS, np.array([0.0, 0.1]))
+    deadline = time.monotonic() + 30
+    while (counts.written, counts.dropped) == before and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return counts.written - before[0], counts.dropped - before[1]
+
+
+@pytest.mark.parametrize("fault", ["limit", "a file in place of the folder", "full disk", "not writable"])
+def test_a_log_that_could_not_write_goes_on_when_the_operator_has_mended_it(tmp_path, monkeypatch, caplog, fault):
+    caplog.set_level("WARNING", "dlrm")
+    monkeypatch.setattr(row_log, "FILE_ROWS", 2)
+    counts, folder, write = Counted(), tmp_path / "log", pq.write_table
+
+    def fail(rows, path, **options):
+        path.write_bytes(b"a part")
+        raise OSError(28, "No space left on device") if fault == "full disk" else ValueError("odd")
+
+    log = RowLog(folder, 1 if fault == "limit" else 1 << 20, counts)
+    if fault == "limit":
+        assert fill(log, counts) == (2, 0)
+    elif fault.startswith("a file"):
+        folder.rmdir()
+        folder.write_text("")
+    else:
+        monkeypatch.setattr(pq, "write_table", fail)
+    assert [fill(log, counts) for _ in range(3)] == [(0, 2)] * 3
+    assert caplog.text.count("further rows are dropped") == 1
+    monkeypatch.setattr(pq, "write_table", write)
+    if fault == "limit":
+        for file in folder.iterdir():
+            file.unlink()
+    elif fault.startswith("a file"):
+        folder.unlink()
+    assert fill(log, counts) == (2, 0)
+    assert caplog.text.count("rows are written again") == 1
+    log.close()
+    [file] = folder.iterdir()
+    assert pq.read_metadata(file).num_rows == 2
+
+
+def test_a_removed_folder_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(row_log, "FILE_ROWS", 2)
     counts, folder = Counted(), tmp_path / "log"
-    log = RowLog(folder, 1 if fault == "limit" else 1 << 20, counts)
-    if fault == "no folder":
-        folder.rmdir()
-    for _ in range(3):
-        log.add(version(1), ROWS, np.array([0.0, 0.1]))
+    log = RowLog(folder, 1 << 20, counts)
+    folder.rmdir()
+    assert fill(log, counts) == (2, 0)
     log.close()
-    expected = (2, 4) if fault == "limit" else (0, 6)
-    assert (counts.written, counts.dropped) == expected
-    assert "further rows are dropped" in caplog.text if fault == "limit" else "rows are dropped" in caplog.text

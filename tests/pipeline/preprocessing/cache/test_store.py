@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.preprocessing.cache import store as store_module
 from pipeline.preprocessing.cache.entries import RowColumn
-from pipeline.preprocessing.cache.store import ENTRY, TEMPORARY, ColumnStore, list_files, remove_unused
+from pipeline.preprocessing.cache.store import ENTRY, PAUSE_SECONDS, TEMPORARY, ColumnStore, list_files, remove_unused
 
 ROOT = Path(__file__).resolve().parents[4]
 LIMIT = 1 << 20
@@ -210,6 +210,28 @@ def test_a_full_disk_ends_writing_and_leaves_nothing(store: ColumnStore, folder:
     assert files_of(folder, TEMPORARY) == []
     assert used(folder) == before
     assert same(load(store, 1), columns(1))  # reading goes on
+
+
+def test_writing_goes_on_some_time_after_a_failure(
+    store: ColumnStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1_000.0]
+    monkeypatch.setattr("pipeline.preprocessing.cache.store.time.monotonic", lambda: now[0])
+    with file_limit(20_000):
+        for pause in (PAUSE_SECONDS, 2 * PAUSE_SECONDS, 4 * PAUSE_SECONDS):  # a disk that stays full costs little
+            store.save("rows 2", columns(2))
+            assert store.take_stats()["unwritten"] == 1
+            now[0] += pause - 1
+            store.save("rows 2", columns(2))
+            assert store.take_stats()["unwritten"] == 0
+            now[0] += 2
+    store.save("rows 2", columns(2))
+    assert same(load(store, 2), columns(2))
+    with file_limit(20_000):
+        store.save("rows 3", columns(3))
+    now[0] += PAUSE_SECONDS + 1
+    store.save("rows 3", columns(3))
+    assert same(load(store, 3), columns(3))
 
 
 def test_a_folder_that_cannot_be_made_is_as_good_as_none(folder: Path) -> None:
