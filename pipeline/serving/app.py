@@ -104,6 +104,8 @@ class ScoringApp:
     def __init__(self, config: ServingConfig, name: str, metrics: ServerMetrics, log: RowLog | None = None) -> None:
         self.config, self.name, self.metrics, self.row_log = config, name, metrics, log
         self.current: LoadedVersion | None = None
+        self.stale: str | None = None
+        """Why another version should answer. None: the present one is right."""
         self.queue = ScoringQueue(config.queue)
         allowed = (*LOOPBACK, config.host, *config.hosts)
         self.hosts = {host.lower().encode() for host in allowed} if config.host in LOOPBACK or config.hosts else None
@@ -293,7 +295,8 @@ class ScoringApp:
     def _health(self) -> Answer:
         if self.current is None:
             return self._busy("/ping", "no version is loaded yet")
-        return _json(200, {"status": "ready", "version": self.current.version.version})
+        health = {"status": "ready" if self.stale is None else "stale", "version": self.current.version.version}
+        return _json(200, health if self.stale is None else health | {"reason": self.stale})
 
     def _ready(self) -> Answer:
         ready = self.current is not None

@@ -8,9 +8,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import uvicorn
 
@@ -24,6 +26,7 @@ KEEP_ALIVE_SECONDS = 60
 GRACE_SECONDS = 10
 SWITCH_SECONDS = 0.001
 """How long the scoring thread may keep the interpreter while other requests wait to be read."""
+T = TypeVar("T")
 log = logging.getLogger("dlrm")
 
 
@@ -64,45 +67,89 @@ async def _serve(
     server: uvicorn.Server, app: ScoringApp, load: Callable[[Path], RequestModel], listener: socket.socket, channel: int
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=channel))
-    listening = asyncio.create_task(_follow(reader, writer, app, load, server))
+    listening = asyncio.create_task(_follow(reader, VersionLoader(app, load, writer), server))
     await server.serve(sockets=[listener])
     listening.cancel()
 
 
-async def _follow(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    app: ScoringApp,
-    load: Callable[[Path], RequestModel],
-    server: uvicorn.Server,
-) -> None:
-    """Does what the supervisor says: prepare a version, swap to it, or drop it."""
-    prepared: dict[int, LoadedVersion] = {}
+class VersionLoader:
+    """Does what the supervisor says: prepare a version, swap to it, drop it, or report that it is stale."""
 
-    def tell(what: str, number: int, reason: str = "") -> None:
-        writer.write(json.dumps({"is": what, "number": number, "reason": reason}).encode() + b"\n")
+    def __init__(self, app: ScoringApp, load: Callable[[Path], RequestModel], writer: asyncio.StreamWriter) -> None:
+        self.app, self.load, self.writer = app, load, writer
+        self.prepared: dict[int, LoadedVersion] = {}
+        self.loading: dict[int, asyncio.Task[None]] = {}
 
+    def handle(self, message: Mapping[str, Any]) -> None:
+        """Handles a message at once. A load goes on beside the next ones: it may hang."""
+        what, number = message["do"], int(message["number"])
+        if what == "prepare":
+            self.loading[number] = asyncio.create_task(self._prepare(number, message))
+        elif what == "swap":
+            self.app.swap(self.prepared.pop(number))
+            for older in [other for other in (*self.prepared, *self.loading) if other < number]:
+                self._drop(older)
+            self._tell("swapped", number)
+        elif what == "stale":
+            self.app.stale = message["reason"]
+        else:
+            self._drop(number)
+            self._tell("dropped", number)
+
+    def _drop(self, number: int) -> None:
+        self.prepared.pop(number, None)
+        if number in self.loading:
+            self.loading.pop(number).cancel()
+
+    def _tell(self, what: str, number: int, reason: str = "") -> None:
+        self.writer.write(json.dumps({"is": what, "number": number, "reason": reason}).encode() + b"\n")
+
+    async def _prepare(self, number: int, message: Mapping[str, Any]) -> None:
+        folder = Path(message["folder"])
+        try:
+            version = ServedVersion.model_validate(message["version"])
+            model = await _in_thread(lambda: _load(self.load, folder))
+        except Exception as error:  # whatever is wrong with the version, the present one goes on
+            log.debug("version of %s", folder, exc_info=True)
+            self._tell("failed", number, f"{type(error).__name__}: {error}"[:500])
+        else:
+            self.prepared[number] = LoadedVersion(version, model)
+            self._tell("prepared", number)
+        self.loading.pop(number, None)
+
+
+async def _follow(reader: asyncio.StreamReader, loader: VersionLoader, server: uvicorn.Server) -> None:
     try:
         while line := await reader.readline():
-            message: dict[str, Any] = json.loads(line)
-            number = int(message["number"])
-            if message["do"] == "prepare":
-                try:
-                    model = await asyncio.to_thread(_load, load, Path(message["folder"]))
-                except Exception as error:  # whatever is wrong with the version, the present one goes on
-                    log.debug("version of %s", message["folder"], exc_info=True)
-                    tell("failed", number, f"{type(error).__name__}: {error}"[:500])
-                else:
-                    prepared[number] = LoadedVersion(ServedVersion.model_validate(message["version"]), model)
-                    del model
-                    tell("prepared", number)
-            elif message["do"] == "swap":
-                app.swap(prepared.pop(number))
-                tell("swapped", number)
-            else:
-                prepared.pop(number, None)
+            loader.handle(json.loads(line))
     finally:
         server.should_exit = True  # the supervisor is gone, or has nothing to tell
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Runs a function in a thread of its own, which does not keep the process from ending if it hangs."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("T", result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(finish, result, error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return await future
 
 
 def _load(load: Callable[[Path], RequestModel], folder: Path) -> RequestModel:

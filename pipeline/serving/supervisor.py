@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 STOP_SECONDS = 15.0
 """How long the processes may take to answer what they have taken."""
 LOOK_SECONDS = 0.2
+LOAD_SECONDS = 300.0
+"""Longest time for a process to load a version beside the present one, or its first one."""
+ANSWER_SECONDS = 15.0
+"""Longest time for a process to answer what needs no loading. One that does not answer is replaced."""
 ATTEMPTS = 3
 """A process that dies so often before it answers ends the server."""
 log = logging.getLogger("dlrm")
@@ -52,6 +56,8 @@ class ServerProcess:
     serving: int | None = None
     """Number of the fetched version that it answers with."""
     received: bytes = b""
+    owes: dict[str, float] = field(default_factory=dict)
+    """What it has to say -> until when, in the seconds of `time.monotonic`."""
 
 
 @dataclass
@@ -61,6 +67,7 @@ class Change:
     to: FetchedVersion
     waiting: set[int] = field(default_factory=set)
     """Process ids that have not loaded it yet."""
+    deadline: float = field(default_factory=lambda: time.monotonic() + LOAD_SECONDS)
 
 
 class Supervisor:
@@ -100,6 +107,9 @@ class Supervisor:
         """Processes in a row that died before they answered."""
         self.rejected: int | None = None
         """Number of the last version that a process could not load."""
+        self.stale: str | None = None
+        """Why another version should be served, as far as is known. None: the present one is right."""
+        self._told: str | None = None
         self._next: FetchedVersion | None = None
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
@@ -132,7 +142,9 @@ class Supervisor:
                     else:
                         self._receive(key.data)
                 self._replace_dead()
+                self._end_waits()
                 self._begin_change()
+                self._tell_stale()
         finally:
             self._stop()
 
@@ -149,6 +161,8 @@ class Supervisor:
         self.processes.append(server)
         self._selector.register(ours, selectors.EVENT_READ, server)
         self._tell(server, "prepare", self.current)
+        server.owes["prepared"] = time.monotonic() + LOAD_SECONDS
+        self._send(server, {"do": "stale", "number": 0, "reason": self._told})
         if self.change is not None:
             self._tell(server, "prepare", self.change.to)
             self.change.waiting.add(process.pid)
@@ -157,6 +171,11 @@ class Supervisor:
         message: dict[str, Any] = {"do": what, "number": version.number}
         if what == "prepare":
             message |= {"folder": str(version.folder), "version": version.version.model_dump()}
+        else:
+            server.owes[{"swap": "swapped", "drop": "dropped"}[what]] = time.monotonic() + ANSWER_SECONDS
+        self._send(server, message)
+
+    def _send(self, server: ServerProcess, message: Mapping[str, Any]) -> None:
         with suppress(OSError):  # it is dead, and will be replaced
             server.channel.sendall(json.dumps(message).encode() + b"\n")
 
@@ -176,6 +195,7 @@ class Supervisor:
 
     def _on_prepared(self, server: ServerProcess, number: int, reason: str) -> None:
         if number == self.current.number:
+            server.owes.pop("prepared", None)
             self._tell(server, "swap", self.current)
         elif self.change is not None and number == self.change.to.number:
             self.change.waiting.discard(server.process.pid)
@@ -191,8 +211,13 @@ class Supervisor:
         elif number == self.current.number:
             server.process.kill()  # it is replaced, which loads the version again
 
+    def _on_dropped(self, server: ServerProcess, number: int, reason: str) -> None:
+        server.owes.pop("dropped", None)
+
     def _on_swapped(self, server: ServerProcess, number: int, reason: str) -> None:
         server.serving = number
+        server.owes.pop("swapped", None)
+        server.owes.pop("prepared", None)  # of the version before, if it changed meanwhile
         self.deaths = 0
         if all(other.serving == self.current.number for other in self.processes):
             for version in self.old:
@@ -222,7 +247,7 @@ class Supervisor:
         before, self.current = self.current.version, change.to
         for server in self.processes:
             self._tell(server, "swap", self.current)
-        self.metrics.stale.set(0)
+        self.stale = None
         log.info("%s: version %s answers, version %s did", before.model, self.current.version.version, before.version)
 
     def _give_up(self, reason: str) -> None:
@@ -237,9 +262,31 @@ class Supervisor:
     def report_failure(self, version: str, reason: str) -> None:
         """Warns and counts that a version cannot be served. The old one goes on answering."""
         self.metrics.failures.inc()
-        self.metrics.stale.set(1)
+        self.stale = f"version {version} cannot be served"
         one = self.current.version
         log.warning("%s: version %s cannot be served: %s Version %s goes on.", one.model, version, reason, one.version)
+
+    def _end_waits(self) -> None:
+        """Gives up a change that takes too long, and kills processes that do not answer: they are replaced."""
+        now = time.monotonic()
+        if self.change is not None and now > self.change.deadline:
+            slow = ", ".join(map(str, sorted(self.change.waiting)))
+            self._give_up(f"process {slow} has not loaded it within {LOAD_SECONDS:g} s.")
+        for server in self.processes:
+            late = [what for what, deadline in server.owes.items() if now > deadline]
+            if late:
+                log.warning("process %s has not %s in time and is killed", server.process.pid, late[0])
+                server.owes.clear()
+                server.process.kill()
+
+    def _tell_stale(self) -> None:
+        """Passes on whether another version should be served, from the thread that talks to the processes."""
+        stale = self.stale
+        self.metrics.stale.set(stale is not None)
+        if stale != self._told:
+            self._told = stale
+            for server in self.processes:
+                self._send(server, {"do": "stale", "number": 0, "reason": stale})
 
     def _replace_dead(self) -> None:
         for server in [server for server in self.processes if server.process.poll() is not None]:

@@ -16,12 +16,17 @@ from pipeline.jobs.console import one_line
 from pipeline.processes.process import limit_threads
 from pipeline.registration.aliases import choose_version, find_holder, list_versions, no_champion
 from pipeline.registration.config import RegistrationConfig
-from pipeline.registration.tracking import Tracker, reporting_unreachable
+from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
 from pipeline.registration.versions import EXAMPLE, download_packed, download_part
 from pipeline.serving.config import ServedVersion, ServingConfig
 from pipeline.serving.supervisor import FetchedVersion, Supervisor
 from storage.scratch import ScratchFolder
 
+LOOK_SECONDS = 600.0
+"""Longest time to ask the registry and to fetch a version. After that another look begins."""
+LOOK_STEP_SECONDS = 1.0
+UNKNOWN_SECONDS = 60.0
+"""How long the registry may be silent before the served version counts as stale."""
 RETRY_SECONDS = 60.0
 """Interval at which a version that could not be served is tried again."""
 BACKLOG = 1_024
@@ -46,6 +51,10 @@ class RegistryFollower:
         """When to try a version again that could not be served."""
         self.number = 0
         """Versions fetched."""
+        self.offered = 1
+        """Number of the fetched version that was offered last."""
+        self.turn = 0
+        """Looks begun."""
 
     def find(self) -> tuple[int, str]:
         """Returns the version to serve, and a text that identifies its files.
@@ -93,16 +102,49 @@ class RegistryFollower:
         shutil.rmtree(version.folder, ignore_errors=True)
 
     def follow(self, supervisor: Supervisor, stopped: threading.Event) -> None:
-        """Offers the version that the alias names, whenever that is another one. Never raises."""
-        reported = ""
+        """Offers the version that the alias names, whenever that is another one. Never raises, and waits for nobody.
+
+        The served version is stale while the registry names another one, or none, or has been silent for a minute.
+        """
+        reported, heard = "", time.monotonic()
         while not stopped.wait(self.config.poll_seconds):
+            error = self._look_within(supervisor, heard, stopped)
+            if error is None:
+                reported, heard = "", time.monotonic()
+                continue
+            if not (isinstance(error, OSError) or is_unreachable(error)):  # the registry has answered
+                heard, supervisor.stale = time.monotonic(), one_line(error)
+            if reported != (reported := one_line(error)):
+                one = supervisor.current.version
+                log.warning("%s: version %s goes on: %s", one.model, one.version, reported)
+
+    def _look_within(self, supervisor: Supervisor, heard: float, stopped: threading.Event) -> Exception | None:
+        """Looks once, in a thread that is given up if it hangs. Returns why it failed.
+
+        Args:
+            heard: When the registry last answered.
+        """
+        failed: list[Exception] = []
+        ended = threading.Event()
+        self.turn += 1
+
+        def run() -> None:
             try:
                 self.look(supervisor)
-                reported = ""
-            except (ContractError, MlflowException, OSError, ValueError) as error:
-                if reported != (reported := one_line(error)):
-                    one = supervisor.current.version
-                    log.warning("%s: version %s goes on: %s", one.model, one.version, reported)
+            except Exception as error:
+                failed.append(error)
+            ended.set()
+
+        threading.Thread(target=run, name="look", daemon=True).start()
+        deadline = time.monotonic() + LOOK_SECONDS
+        while not ended.wait(LOOK_STEP_SECONDS) and not stopped.is_set():
+            if time.monotonic() > heard + UNKNOWN_SECONDS and supervisor.stale is None:
+                supervisor.stale = "the registry does not answer"
+            if time.monotonic() > deadline:
+                return TimeoutError(f"the registry has not answered within {LOOK_SECONDS:g} s")
+        if failed and time.monotonic() > heard + UNKNOWN_SECONDS and supervisor.stale is None:
+            supervisor.stale = "the registry does not answer"
+        return failed[0] if failed else None
 
     def look(self, supervisor: Supervisor) -> None:
         """Looks once, and fetches another version.
@@ -110,12 +152,15 @@ class RegistryFollower:
         Raises:
             ContractError: If the registry names no version.
         """
+        turn = self.turn
         number, identity = self.find()
-        if identity == self.served and supervisor.rejected != self.number:
-            if self.failed:  # the alias has come back
-                self.failed = ""
-                supervisor.metrics.stale.set(0)
+        if identity == self.served and supervisor.rejected != self.offered:
+            self.failed = ""
+            if supervisor.current.number == self.offered:
+                supervisor.stale = None
             return
+        if supervisor.stale is None:
+            supervisor.stale = f"version {number} is being loaded"
         if identity in (self.served, self.failed) and time.monotonic() < self.again:
             return
         self.again = time.monotonic() + RETRY_SECONDS
@@ -125,7 +170,10 @@ class RegistryFollower:
             self.failed = identity
             supervisor.report_failure(str(number), one_line(error))
         else:
-            self.served, self.failed = identity, ""
+            if turn != self.turn:  # it came too late, and another look has begun
+                self.remove(fetched)
+                return
+            self.served, self.failed, self.offered = identity, "", fetched.number
             supervisor.offer(fetched)
 
 
@@ -157,6 +205,7 @@ def _serve(name: str, config: ServingConfig, tracker: Tracker, folder: Path, lis
     with reporting_unreachable("Start it, or name another: MLFLOW_TRACKING_URI."):
         number, follower.served = follower.find()
         first = follower.fetch(number)
+        follower.offered = first.number
 
     def announce() -> None:
         one, where = first.version, f"http://{config.host}:{listener.getsockname()[1]}"

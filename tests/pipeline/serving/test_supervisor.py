@@ -16,13 +16,14 @@ import pytest
 
 from pipeline.errors import ContractError
 from pipeline.processes.process import process_start
+from pipeline.serving import supervisor
 from pipeline.serving.config import ServedVersion
 from pipeline.serving.metrics import ServerMetrics
 from pipeline.serving.supervisor import FetchedVersion, Supervisor
 
 ROOT = Path(__file__).resolve().parents[3]
 PROCESS = """
-import json, os, socket, sys
+import json, os, socket, sys, time
 from pathlib import Path
 channel = socket.socket(fileno=int(sys.argv[4]))
 state, number = Path(sys.argv[1]), 0
@@ -36,8 +37,19 @@ for line in channel.makefile():
     elif message["do"] == "swap":
         answer["is"] = "swapped"
         (state / str(os.getpid())).write_text(str(message["number"]))
+    elif message["do"] == "drop":
+        answer["is"] = "dropped"
     else:
+        if message["do"] == "stale":
+            (state / "stale").write_text(str(message["reason"]))
         continue
+    hang = Path(message.get("folder", state / f"version-{message['number']}")) / f"hang-{message['do']}"
+    if hang.exists() and (answer["is"] != "prepared" or message["number"] > 1):
+        if hang.read_text() == "once":
+            hang.unlink()
+        if answer["is"] == "prepared":
+            continue  # the load hangs, and nothing else does
+        time.sleep(600)
     channel.sendall(json.dumps(answer).encode() + b"\\n")
 """
 """Does what a process of the server does, without a model: it writes the number of its version to a file."""
@@ -129,6 +141,50 @@ def test_a_dead_process_is_replaced_by_one_of_the_present_version(running):
     until(lambda: dead not in [server.process.pid for server in running.supervisor.processes])
     until(lambda: running.serving() == ["2", "2"])
     assert b"dlrm_restarts_total 1.0" in running.metrics.text()
+
+
+def stale(running: Running) -> bool:
+    return b"dlrm_stale 1.0" in running.metrics.text()
+
+
+def test_a_load_that_hangs_gives_up_the_change_and_kills_nobody(running, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "LOAD_SECONDS", 0.3)
+    pids = [server.process.pid for server in running.supervisor.processes]
+    version = running.version(2)
+    (version.folder / "hang-prepare").write_text("always")
+    running.supervisor.offer(version)
+    until(lambda: running.removed == [2])
+    assert "version 2 cannot be served: process" in caplog.text
+    assert "has not loaded it within 0.3 s. Version 1 goes on." in caplog.text
+    until(lambda: stale(running))
+    until(lambda: "version 2" in (running.state / "stale").read_text())
+    assert running.serving() == ["1", "1"]
+    running.supervisor.offer(running.version(3))
+    until(lambda: running.serving() == ["3", "3"])
+    until(lambda: not stale(running))
+    assert [server.process.pid for server in running.supervisor.processes] == pids
+
+
+def test_a_process_that_answers_nothing_is_replaced_and_keeps_no_version(running, monkeypatch):
+    monkeypatch.setattr(supervisor, "LOAD_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "ANSWER_SECONDS", 0.5)
+    stopped = running.supervisor.processes[0].process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    running.supervisor.offer(running.version(2))
+    until(lambda: running.removed == [2])
+    until(lambda: stopped not in [server.process.pid for server in running.supervisor.processes])
+    monkeypatch.setattr(supervisor, "LOAD_SECONDS", 60.0)
+    running.supervisor.offer(running.version(3))
+    until(lambda: running.serving() == ["3", "3"])
+
+
+def test_a_server_whose_first_load_hangs_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "LOAD_SECONDS", 0.5)
+    one = Running(tmp_path, 1, "import time; time.sleep(600)")
+    one.thread.start()
+    one.thread.join(60)
+    one.listener.close()
+    assert str(one.error).startswith("a server process exited with code -9 before answering")
 
 
 def test_no_process_outlives_the_server(running):
