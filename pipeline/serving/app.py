@@ -15,6 +15,7 @@ from pipeline.serving.bodies import (
     JSON,
     PROBABILITY,
     Scores,
+    check_outputs,
     parse_json,
     predictions,
     read_arrow,
@@ -91,6 +92,8 @@ class RequestHead(NamedTuple):
     path: str
     kind: str
     accept: str
+    version: str | None = None
+    """The version that has to answer. None: the one that serves."""
 
 
 class ScoringApp:
@@ -109,7 +112,7 @@ class ScoringApp:
         self.queue = ScoringQueue(config.queue)
         allowed = (*LOOPBACK, config.host, *config.hosts)
         self.hosts = {host.lower().encode() for host in allowed} if config.host in LOOPBACK or config.hosts else None
-        model = f"/v2/models/{name}"
+        model = self.model_path = f"/v2/models/{name}"
         self.scoring = {
             "/invocations": self._invocations, "/rank": self._rank, f"{model}/infer": self._infer,
         }  # fmt: skip
@@ -135,8 +138,8 @@ class ScoringApp:
         if scope["type"] != "http":
             return
         began = time.monotonic()
-        path = str(scope["path"])
-        answer = await self._answer(scope, path, receive, began + self.config.deadline_seconds)
+        path, version_asked = self._split_version(str(scope["path"]))
+        answer = await self._answer(scope, path, version_asked, receive, began + self.config.deadline_seconds)
         version = answer.version or (self.current.version if self.current else None)
         headers = [
             (b"content-type", answer.kind.encode()),
@@ -153,7 +156,22 @@ class ScoringApp:
         if known in self.scoring:
             self.metrics.time(known).observe(time.monotonic() - began)
 
-    async def _answer(self, scope: Scope, path: str, receive: Receive, deadline: float) -> Answer:
+    def _split_version(self, path: str) -> tuple[str, str | None]:
+        """Returns the path without a version, and the version that it names."""
+        prefix = f"{self.model_path}/versions/"
+        if not path.startswith(prefix):
+            return path, None
+        version, _, rest = path.removeprefix(prefix).partition("/")
+        return (f"{self.model_path}/{rest}" if rest else self.model_path), version
+
+    def _other_version(self, path: str, asked: str | None) -> Answer | None:
+        """Refuses a request for a version that does not serve."""
+        if asked is None or self.current is None or asked == str(self.current.version.version):
+            return None
+        message = f"version '{asked:.80}': expected {self.current.version.version}, which serves. Ask for that one."
+        return self._failure(path, 404, "NOT_FOUND", message)
+
+    async def _answer(self, scope: Scope, path: str, version: str | None, receive: Receive, deadline: float) -> Answer:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         refused = self._refuse_strangers(headers)
         if refused is not None:
@@ -163,12 +181,14 @@ class ScoringApp:
             if score is not None:
                 if scope["method"] != "POST":
                     return self._allow(path, b"POST")
-                return await self._score(path, headers, receive, score, deadline)
+                return await self._score(path, version, headers, receive, score, deadline)
             read = self.reading.get(path)
             if read is None:
                 expected = ", ".join([*self.scoring, *self.reading])
                 return self._failure(path, 404, "NOT_FOUND", f"path '{path:.80}': expected one of {expected}.")
-            return read() if scope["method"] in ("GET", "HEAD") else self._allow(path, b"GET, HEAD")
+            if scope["method"] not in ("GET", "HEAD"):
+                return self._allow(path, b"GET, HEAD")
+            return self._other_version(path, version) or read()
         except Exception:
             log.exception("%s failed", path)
             message = "The server failed to answer. Its log has the reason."
@@ -188,6 +208,7 @@ class ScoringApp:
     async def _score(
         self,
         path: str,
+        version: str | None,
         headers: Mapping[bytes, bytes],
         receive: Receive,
         score: Callable[[RequestHead, bytes, LoadedVersion], Answer],
@@ -202,7 +223,7 @@ class ScoringApp:
             message = f"content type: expected {' or '.join(takes)} in UTF-8, got '{kind:.80}'."
             return self._failure(path, 415, "UNSUPPORTED_MEDIA_TYPE", message)
         accept = headers.get(b"accept", b"").decode("latin-1").lower()
-        request, counted = RequestHead(path, kind.strip(), accept), False
+        request, counted = RequestHead(path, kind.strip(), accept, version), False
         try:
             body = await self._read_body(headers, receive, deadline)
             if body is None:
@@ -244,6 +265,9 @@ class ScoringApp:
         """Runs in the scoring thread."""
         loaded = self.current
         assert loaded is not None, "a version is never taken away"
+        other = self._other_version(request.path, request.version)
+        if other is not None:
+            return other
         try:
             answer = score(request, body, loaded)
         except InputError as error:
@@ -282,7 +306,9 @@ class ScoringApp:
 
     def _infer(self, request: RequestHead, body: bytes, loaded: LoadedVersion) -> Answer:
         sent = parse_json(body)
-        rows = loaded.model.table_of(read_tensors(sent, loaded.model.columns))
+        columns = read_tensors(sent, loaded.model.columns)
+        check_outputs(sent)
+        rows = loaded.model.table_of(columns)
         scores = loaded.model.score_rows(rows)
         self._scored(loaded, rows, scores)
         answer = {

@@ -195,6 +195,21 @@ def read_tensors(request: Any, kinds: Mapping[str, str]) -> dict[str, list[Any]]
     return columns
 
 
+def check_outputs(request: Mapping[str, Any]) -> None:
+    """Refuses requests of the Open Inference Protocol for another output than the probability.
+
+    Raises:
+        InputError: If one is asked for.
+    """
+    outputs = request.get("outputs")
+    if outputs is not None and not isinstance(outputs, list):
+        raise InputError("outputs", "a list", f"{outputs!r:.60}", "Correct it, or leave it out.")
+    for output in outputs or []:
+        if not isinstance(output, dict) or output.get("name") != PROBABILITY:
+            remedy = "Ask for that one, or leave outputs out."
+            raise InputError("outputs", f"an output named {PROBABILITY}", f"{output!r:.60}", remedy)
+
+
 def _column(tensor: Mapping[str, Any], holds_lists: bool) -> list[Any]:
     where = f"input '{tensor['name']}'"
     shape, data, kind = tensor.get("shape"), tensor.get("data"), tensor.get("datatype")

@@ -195,6 +195,59 @@ def test_all_protocols_give_the_probabilities_of_the_model(model):
     assert found.json["order"] == np.argsort(-same).tolist()
 
 
+TENSORS = [
+    {"name": "age", "shape": [1], "datatype": "FP64", "data": [20.0]},
+    {"name": "user", "shape": [1], "datatype": "INT64", "data": [7]},
+    {"name": "tags", "shape": [1, 1], "datatype": "BYTES", "data": [["a"]]},
+    {"name": "at", "shape": [1], "datatype": "BYTES", "data": ["x"]},
+]
+
+
+def test_the_version_that_serves_may_be_named(model):
+    app = serving(model)
+    base, named = "/v2/models/demo", "/v2/models/demo/versions/3"
+    assert ask(app, f"{named}/infer", {"inputs": TENSORS}).body == ask(app, f"{base}/infer", {"inputs": TENSORS}).body
+    for rest in ("", "/ready"):
+        found = ask(app, named + rest)
+        assert (found.status, found.body) == (200, ask(app, base + rest).body)
+    for other in ("4", "03", "three", ""):
+        for path, body in ((f"{base}/versions/{other}/infer", {"inputs": TENSORS}), (f"{base}/versions/{other}", None)):
+            found = ask(app, path, body)
+            assert (found.status, found.json["error"]) == (
+                404, f"version '{other}': expected 3, which serves. Ask for that one.",
+            )  # fmt: skip
+    assert ask(app, f"{named}/other").status == 404
+    assert ask(app, "/v2/models/another/versions/3/infer", {"inputs": TENSORS}).status == 404
+    assert ask(app, f"{named}/infer").status == 405
+
+
+@pytest.mark.parametrize("outputs", [[], None, [{"name": "probability"}]])
+def test_the_output_may_be_named(model, outputs):
+    request = {"inputs": TENSORS, "outputs": outputs}
+    app = serving(model)
+    plain = ask(app, "/v2/models/demo/infer", {"inputs": TENSORS})
+    assert ask(app, "/v2/models/demo/infer", request).body == plain.body
+
+
+@pytest.mark.parametrize(
+    "outputs", [[{"name": "logit"}], [{"name": "probability"}, {}], [5], "probability", {"name": "x"}]
+)
+def test_another_output_is_refused(model, outputs):
+    found = ask(serving(model), "/v2/models/demo/infer", {"inputs": TENSORS, "outputs": outputs})
+    assert found.status == 400
+    assert found.json["error"].startswith("outputs: expected ")
+
+
+def test_health_says_why_another_version_should_answer(model):
+    app = serving(model)
+    assert ask(app, "/health").json == {"status": "ready", "version": 3}
+    app.stale = "version 4 is being loaded"
+    found = ask(app, "/health")
+    assert (found.status, found.json) == (
+        200, {"status": "stale", "version": 3, "reason": "version 4 is being loaded"},
+    )  # fmt: skip
+
+
 def test_arrow_columns_may_be_of_other_types_than_the_models(model):
     given = {"age": pa.array([20, 31, None], pa.int8()), "user": pa.array([7, None, 9], pa.int32())}
     given |= {"tags": pa.array([["a"], [], None], pa.large_list(pa.large_string()))}
