@@ -111,6 +111,12 @@ class Tracker:
                 return str(self.client.create_experiment(name, artifact_location=folder, tags=KIND))
             found = self.client.get_experiment_by_name(name)
         assert found is not None
+        if found.lifecycle_stage == "deleted":
+            command = f"MLFLOW_TRACKING_URI='{redact(self.uri.partition('?')[0])}' .venv/bin/mlflow experiments restore"
+            raise RegistryError(
+                f"MLflow experiment '{name}'", "one that can take runs", "a deleted one",
+                f"Restore it: {command} --experiment-id {found.experiment_id}. Or give the config another name.",
+            )  # fmt: skip
         return str(found.experiment_id)
 
     def start(self, name: str, params: Mapping[str, Any], tags: Mapping[str, str], resume: str | None) -> str:

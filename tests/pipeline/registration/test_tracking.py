@@ -159,3 +159,21 @@ def test_a_damaged_artifact_of_a_run_is_refused(tracker, tmp_path):
         if content != b'{"steps": "many"}':
             with pytest.raises(RegistryError, match=run_id):
                 tracker.load_result(run_id)
+
+
+def test_a_deleted_experiment_is_one_sentence_with_the_command_that_restores_it(tmp_path, monkeypatch):
+    config = RegistrationConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    number = Tracker(config, tmp_path, "gone").experiment_id
+    Tracker(config, tmp_path, "other").client.delete_experiment(number)
+    with pytest.raises(RegistryError) as caught:
+        Tracker(config, tmp_path, "gone")
+    command = (
+        f"MLFLOW_TRACKING_URI='sqlite:///{tmp_path}/mlflow.db' .venv/bin/mlflow experiments restore "
+        f"--experiment-id {number}"
+    )
+    assert str(caught.value) == (
+        "MLflow experiment 'gone': expected one that can take runs, got a deleted one. "
+        f"Restore it: {command}. Or give the config another name."
+    )
+    Tracker(config, tmp_path, "other").client.restore_experiment(number)
+    assert Tracker(config, tmp_path, "gone").experiment_id == number
