@@ -91,6 +91,8 @@ def run_ranks(
 ) -> Event:
     """Runs `python -m module SPEC` once per rank and returns the event named `result`, with `restarts` added.
 
+    Restarts that the result names already, of whoever started the ranks, count too.
+
     Each rank gets RANK, WORLD_SIZE, the path of the spec and, in DLRM_ATTEMPT, the number of earlier attempts. Rank 0
     writes one JSON event per line into the pipe DLRM_EVENTS_FD. Its events `saved` and `resumed` name the step from
     which ranks would resume. If a rank dies or hangs, all ranks are ended and restarted. No rank is left when this
@@ -131,7 +133,7 @@ def run_ranks(
                 }
             )  # fmt: skip
         else:
-            return result | {"restarts": attempt}
+            return result | {"restarts": attempt + result.get("restarts", 0)}
 
 
 def run_alone(module: str, word: str, spec: BaseModel, folder: Path, threads: int, root: Path) -> Any:

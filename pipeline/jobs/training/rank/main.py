@@ -5,6 +5,7 @@ A spawned process cannot be given an iterator, so it builds its batches itself.
 
 import importlib
 import logging
+import os
 import resource
 import sys
 import time
@@ -179,6 +180,7 @@ def make_result(progress: TrainingProgress, device: torch.device) -> dict[str, A
     """Returns the summary of a finished training."""
     return {
         "event": "result",
+        "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         "rows": progress.rows,
         "steps": progress.steps,
         "epochs": progress.position.epoch,

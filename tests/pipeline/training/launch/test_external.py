@@ -46,6 +46,12 @@ def test_events_of_rank_0_arrive_and_the_file_goes(tmp_path: Path) -> None:
     assert not (tmp_path / EVENTS).exists()
 
 
+def test_restarts_by_whoever_started_the_ranks_are_counted(tmp_path: Path) -> None:
+    """torchrun tells each rank how often it has restarted them."""
+    result, _ = follow(tmp_path, lambda emit: emit({"event": "result", "restarts": 2}))
+    assert result == {"event": "result", "restarts": 2}
+
+
 def test_the_command_starts_as_many_ranks_on_each_host(tmp_path: Path) -> None:
     commands = []
 
