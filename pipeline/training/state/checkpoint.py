@@ -34,7 +34,10 @@ PROGRESS = "progress.json"
 STEP = re.compile(r"^step-(\d{10})$")
 REPLACED = re.compile(r"^\.(.+)\.[0-9a-f]{32}\.tmp$")
 """What `seal_folder` calls a folder until another has its name."""
-LOWER = "Lower the learning rates; the last good checkpoint is kept."
+LOWER = (
+    "Clamp dense columns with far outliers (kind: clamp), or lower the learning rates; "
+    "the last good checkpoint is kept."
+)
 
 Identity = Mapping[str, str]
 """What a checkpoint belongs to, as name -> value; for example the hash of the preprocessing plan."""

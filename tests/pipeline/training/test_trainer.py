@@ -146,7 +146,8 @@ def test_a_loss_that_is_not_finite_ends_training(make_trainer: Maker, train_clie
     with pytest.raises(TrainingError) as caught:
         trainer.train()
     assert str(caught.value) == (
-        "loss at step 8: expected a finite number, got nan. Lower the learning rates; the last good checkpoint is kept."
+        "loss at step 8: expected a finite number, got nan. "
+        "Clamp dense columns with far outliers (kind: clamp), or lower the learning rates; the last good checkpoint is kept."
     )
     assert finite_checkpoint(tmp_path / "checkpoints") == 4
 
@@ -180,7 +181,7 @@ def test_weights_that_are_not_finite_are_not_saved(make_trainer: Maker, tmp_path
         trainer.train()
     assert str(caught.value) == (
         "weights at step 4, 'model/logit.bias': expected finite numbers, got inf or nan. "
-        "Lower the learning rates; the last good checkpoint is kept."
+        "Clamp dense columns with far outliers (kind: clamp), or lower the learning rates; the last good checkpoint is kept."
     )
     assert finite_checkpoint(tmp_path / "checkpoints") == 2
 
@@ -193,7 +194,7 @@ def test_a_validation_that_is_not_finite_ends_training(make_trainer: Maker, tmp_
         trainer.train()
     assert str(caught.value) == (
         f"validation loss at step 4: expected a finite number, got {loss}. "
-        "Lower the learning rates; the last good checkpoint is kept."
+        "Clamp dense columns with far outliers (kind: clamp), or lower the learning rates; the last good checkpoint is kept."
     )
     checkpoint.verify(tmp_path / "checkpoints" / "best")
     assert checkpoint.read_progress(tmp_path / "checkpoints" / "best")["best_step"] == 2
