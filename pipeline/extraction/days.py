@@ -2,13 +2,15 @@
 
 import datetime
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.data.day_notes import DayNote, InputFiles
 from pipeline.data.formats.files import Stamp, address_of, stamp
-from pipeline.errors import EmptyDatasetError
+from pipeline.data.formats.reading import count_rows_of
+from pipeline.errors import DataError, EmptyDatasetError
 from pipeline.extraction.config import EventTable, SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT
 from pipeline.extraction.opening import OpenSource, SourceContext, fingerprint
@@ -26,6 +28,8 @@ class SourceDay:
     note: DayNote
     left_out: int = 0
     """Negatives removed by downsampling."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """File that the rows are read from -> how many."""
 
     @property
     def kept(self) -> int:
@@ -55,10 +59,15 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     texts = {address: _as_json([one]) for address, one in stamps.items()}
     windows = None if rows.join is None else rows.join.windows_by_day(rows.view)
     which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"
+    counted = (
+        f"SELECT {DAY}, __file, count(*) AS rows, count(__reason) AS bad,"
+        f" {'NULL' if windows is None else which} AS aside FROM {rows.view} GROUP BY {DAY}, __file"
+    )
     found = rows.connection.sql(
-        f"SELECT {DAY}, count(*), count(__reason), list(DISTINCT __file ORDER BY __file),"
-        f" {'NULL' if windows is None else which} FROM {rows.view} GROUP BY {DAY} ORDER BY {DAY}"
+        f"SELECT {DAY}, sum(rows)::BIGINT, sum(bad)::BIGINT, map(list(__file ORDER BY __file), list(rows ORDER BY __file)),"
+        f" sum(aside) FROM ({counted}) GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
+    _check_counts(rows, [files for _, _, _, files, _ in found], context.warehouse.config.catalog)
     sides = {one.path: fingerprint(_as_json(map(stamp, files)))[:16] for one, files in lookups.items()}
     days = []
     for day, count, bad, files, aside in found:
@@ -75,8 +84,27 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
             lookups=sides,
             definition=definition,
         )
-        days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note))
+        days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note, files=files))
     return days
+
+
+def _check_counts(rows: OpenSource, found: Sequence[Mapping[str, int]], properties: Mapping[str, str]) -> None:
+    """Compares the rows of each file with its lines, or with its footer: none may be lost or doubled on the way.
+
+    Raises:
+        DataError: With the first file of which other rows were read than it has.
+    """
+    counted: Counter[str] = Counter()
+    for files in found:
+        counted.update(files)
+    for file in rows.files:
+        read = rows.read[file]
+        expected = count_rows_of(read, properties)
+        if counted[address_of(read.read)] != expected:
+            raise DataError(
+                f"file '{file.name}'", f"{expected} rows, as the file has", f"{counted[address_of(read.read)]}",
+                "Look for keys that a side table has twice.",
+            )  # fmt: skip
 
 
 def _definition(source: SourceConfig) -> dict[str, Any]:

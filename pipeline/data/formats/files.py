@@ -89,7 +89,7 @@ def _refuse_tables(where: str, files: Sequence[SourceFile], properties: Mapping[
             found = find_objects(f"{folder}/{mark}", properties) if is_address(folder) else [*Path(folder).glob(mark)]
             if found:
                 raise ConfigError(
-                    where, "loose files", f"data files of the {kind} table '{folder}', whose log says which of them count",
+                    where, "loose files", f"data files of the {kind} table '{folder}'",
                     "Read it as a table with source.table, or name a copy of its rows.",
                 )  # fmt: skip
 

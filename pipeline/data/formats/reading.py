@@ -22,7 +22,7 @@ from pipeline.data.formats.json import copy_json, count_lines
 from pipeline.data.formats.types import FILE, ROW, common_types, type_text
 from pipeline.errors import DataError
 from storage.names import Format
-from storage.objects import ObjectFile, store_failure
+from storage.objects import ObjectFile, open_file, store_failure
 from storage.query import connect, quote
 from storage.scratch import ScratchFolder
 
@@ -170,6 +170,14 @@ def copy_typed(
             own = rows.filter(f"{FILE} = '{address}'").select(f"* EXCLUDE ({FILE})")
             own.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(rows.columns)))
     return copies
+
+
+def count_rows_of(file: ReadableFile, properties: Mapping[str, str]) -> int:
+    """Returns the rows of a file: of text as its lines were counted, of Parquet as its footer says."""
+    if file.rows is not None:
+        return file.rows
+    with explained(f"Parquet file '{file.file.name}'"), open_file(address_of(file.read), properties) as opened:
+        return int(pq.read_metadata(opened).num_rows)
 
 
 @contextmanager
