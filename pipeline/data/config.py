@@ -67,7 +67,11 @@ class ColumnSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
 
 
 class HashSplit(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Rows with the same key stay together. A stable hash assigns keys to parts."""
+    """Rows with the same key stay together. A stable hash assigns keys to parts.
+
+    Rows without a value in any key column are not one key. Each goes to a part by its place among the rows that the
+    filter passes. Writing a day anew, or another filter, may move them to other parts, but not the rows with a key.
+    """
 
     key: str | tuple[str, ...]
     """Integer or text column such as the user, or several columns that form the key together."""

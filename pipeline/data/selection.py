@@ -11,9 +11,9 @@ from pyiceberg.expressions import And, BooleanExpression, EqualTo
 
 from pipeline.data.config import PARTS, HashSplit, Part, SplitConfig, day_span
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.transforms.column import from_arrow, sparse_from_arrow
+from pipeline.transforms.column import Column, from_arrow, sparse_from_arrow
 from pipeline.transforms.kernels import hashing
-from pipeline.transforms.kernels.row_hashes import row_hashes
+from pipeline.transforms.kernels.row_hashes import missing_keys, row_hashes
 from pipeline.transforms.ops.sampling import Sampling
 from pipeline.transforms.plan.schedule import single_array
 from pipeline.transforms.schema import unknown_column
@@ -25,6 +25,8 @@ from storage.snapshot.row_filter import RowChoice
 HASH_BITS = 20
 HASH_STEPS = 1 << HASH_BITS
 """Shares of a hash split are rounded to this many steps."""
+PLACE_SEED = 1 << 40
+"""Seed of the places of rows without a key. No sampling has it by chance, which would choose rows by the same hash."""
 
 
 class Selection(BaseModel, frozen=True):
@@ -73,30 +75,35 @@ class Selection(BaseModel, frozen=True):
     ) -> npt.NDArray[np.bool_]:
         """Tells which rows are in the range of key hashes and in the sample, bool [N].
 
+        Rows without any key are no group: each is on its own, by its place in the table.
+
         Args:
             rows: Columns `key_columns()` of them.
             fragment: Where the rows are from. None: rows without any sampling key count as one key.
             first: How many of its rows passed the filter before.
         """
         mask = np.ones(rows.num_rows, bool)
+        place = None
+        if fragment is not None:  # not by the file's name: the same in every copy of the table
+            place = ((fragment.day.toordinal() << 16) + fragment.row_group << 24) + first
         if self.hash_keys:
             low, high = self.hash_range
-            steps = hash_steps(*(single_array(rows.column(name)) for name in self.hash_keys))
+            keys = [single_array(rows.column(name)) for name in self.hash_keys]
+            steps = hash_steps(*keys, place=first if place is None else place)
             mask &= (steps >= low) & (steps < high)
         if self.sampling is not None:
-            keys = [sparse_from_arrow(name, single_array(rows.column(name))) for name in self.sampling.inputs]
-            place = None
-            if fragment is not None:  # not by the file's name: the same in every copy of the table
-                place = ((fragment.day.toordinal() << 16) + fragment.row_group << 24) + first
-            mask &= self.sampling.keep(keys, place=place)
+            drawn = [sparse_from_arrow(name, single_array(rows.column(name))) for name in self.sampling.inputs]
+            mask &= self.sampling.keep(drawn, place=place)
         return mask
 
 
-def hash_steps(*keys: pa.Array) -> npt.NDArray[np.int64]:
-    """Hashes each row's key to a stable value in [0, HASH_STEPS). A null in a single key column gives 0.
+def hash_steps(*keys: pa.Array, place: int | None = None) -> npt.NDArray[np.int64]:
+    """Hashes each row's key to a stable value in [0, HASH_STEPS).
 
     Args:
         keys: Columns of equal length. Several are hashed as one sequence, in which a fraction or a time is a number.
+        place: Of the first row; those of the others follow. A row without any key is hashed by its place. None: all
+            of them have one value, which is 0 for a single column.
     Raises:
         ConfigError: If a column is nested.
     """
@@ -105,12 +112,17 @@ def hash_steps(*keys: pa.Array) -> npt.NDArray[np.int64]:
             raise ConfigError("split.hash.key", "an integer or text column", f"{key.type}", "Name another column.")
     columns = [from_arrow("split.hash.key", key, "dense" if _is_number(key.type) else "sparse") for key in keys]
     if len(columns) > 1 or columns[0].offsets is None:
-        return (row_hashes(columns, 1) >> np.uint64(64 - HASH_BITS)).astype(np.int64)
-    (column,) = columns
-    assert column.offsets is not None
-    steps = np.zeros(len(column), np.int64)
-    steps[np.diff(column.offsets) > 0] = hashing.sigrid_hash(column.values, 1, HASH_STEPS)
+        steps = _to_steps(row_hashes(columns, 1))
+    else:
+        steps = np.zeros(len(columns[0]), np.int64)
+        steps[np.diff(columns[0].offsets) > 0] = hashing.sigrid_hash(columns[0].values, 1, HASH_STEPS)
+    if place is not None and len(missing := missing_keys(columns)):
+        steps[missing] = _to_steps(row_hashes([Column(place + missing)], PLACE_SEED))
     return steps
+
+
+def _to_steps(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    return (hashes >> np.uint64(64 - HASH_BITS)).astype(np.int64)
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -23,7 +23,7 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     level: float = Field(0.05, gt=0.0, lt=0.5)
     """Chance that the interval of a slice's NE misses the true NE."""
     group_by: str | None = None
-    """Column to group rows by for GAUC, such as the user's id."""
+    """Column to group rows by for GAUC, such as the user's id. Rows without a value are left out of GAUC."""
     true_probability: str | None = None
     """Column with the true probability of the label, if the data has one. Its NE is the floor for every model."""
     importance_rows: PositiveInt | None = 16_384
@@ -63,7 +63,7 @@ class GateConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
 
     resample_by: str | None = None
     """Unit of resampling: `row`, `day`, or a column such as the user's id. None: `day` from 5 days on, otherwise `row`.
-    With `row`, the interval covers no other days."""
+    With `row`, the interval covers no other days. A row without a value in the column is a unit of its own."""
     level: float = Field(0.05, gt=0.0, lt=0.5)
     """Chance that two models of equal quality are called different."""
     rule: Literal["better", "not_worse"] = "better"

@@ -33,6 +33,9 @@ MOST_VALUES = 1_000
 UNIT_GROUPS = 1_024
 """Groups of the gate's units, such as users. More units than this share groups."""
 
+_NONE = -1
+"""Group of rows without a unit, before they get one."""
+
 
 class MemberSums:
     """Arrays of sums by member, float64 [K, ...] each."""
@@ -239,10 +242,17 @@ def _add_moments(sums: Floats, at: Integers, labels: Floats, values: Floats, wei
 
 
 def unit_groups(values: pa.ChunkedArray) -> Integers:
-    """Returns the group of each row's unit, int64 [N]. Up to UNIT_GROUPS consecutive days have one group each."""
-    encoded = pc.dictionary_encode(values.combine_chunks(), null_encoding="encode")
-    groups = np.array([_group(value.as_py()) for value in encoded.dictionary], np.int64)
-    return groups[encoded.indices.to_numpy(zero_copy_only=False)] if len(groups) else np.empty(0, np.int64)
+    """Returns the group of each row's unit, int64 [N]. Up to UNIT_GROUPS consecutive days have one group each.
+
+    A row without a unit, null or NaN, is a unit of its own.
+    """
+    encoded = pc.dictionary_encode(values.combine_chunks())
+    units = encoded.dictionary.to_pylist()
+    groups = np.array([_NONE if unit != unit else _group(unit) for unit in units] + [_NONE], np.int64)  # noqa: PLR0124
+    found = groups[pc.fill_null(encoded.indices, len(units)).to_numpy(zero_copy_only=False)]
+    alone = np.flatnonzero(found == _NONE)
+    found[alone] = [_group(int(row)) for row in alone]
+    return found
 
 
 def _group(value: Any) -> int:

@@ -32,8 +32,8 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     split_rows: PositiveInt = 65_536
     """Rows of a work unit, which one worker reads at once. Small row groups are read together up to this many rows."""
     session_column: Annotated[str | None, LEARNED] = None
-    """Shuffles sessions as a whole: neighbouring rows with an equal value in this column stay together. None shuffles
-    single rows."""
+    """Shuffles sessions as a whole: neighbouring rows with an equal value in this column stay together. A row
+    without a value is a session of its own. None shuffles single rows."""
     deduplicate: tuple[str, ...] = ()
     """Sparse features, or patterns of them, that are made, kept and looked up once for neighbouring rows of a session
     while the columns that they read are equal."""

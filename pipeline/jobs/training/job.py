@@ -1,7 +1,7 @@
 """A pinned training: what it reads, where it writes, and whether it is done. Also its MLflow run."""
 
 import datetime
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from pipeline.data.day_notes import open_days
 from pipeline.data.joined.materialized import require_materialized
 from pipeline.data.joined.reader import filter_schema, joined_schema
 from pipeline.data.joined.source import PinnedSource
+from pipeline.data.profile import profiles
 from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
@@ -311,6 +312,7 @@ def build_specs(
                 deduplicate=() if part == "test" else tuple(once),
                 cache_bytes=config.preprocessing.cache_bytes,
             )
+    _say_keyless(workspace, snapshot, found["train"].selection.days)
     new = [spec for part, spec in found.items() if part in chosen]
     columns = {name for spec in new for name in spec.columns}
     read = {day for spec in new for day in spec.selection.days}
@@ -334,6 +336,28 @@ def list_roles(workspace: Workspace) -> list[tuple[str, str]]:
 
 def _list_resample_columns(gate: GateConfig) -> list[str]:
     return [] if gate.resample_by in (None, "row") else [gate.resample_by]
+
+
+def _say_keyless(workspace: Workspace, snapshot: SnapshotRef, days: Collection[datetime.date]) -> None:
+    """Says how many rows of some days lack a key that keeps rows together, as the statistics of the ingest tell."""
+    config = workspace.config
+    roles: dict[str, Sequence[str]] = {
+        "split.hash.key": config.split.hash.columns if config.split.hash else (),
+        "sampling.inputs": config.sampling.inputs if config.sampling else (),
+        "gate.resample_by": _list_resample_columns(config.gate),
+    }
+    keys = {name for names in roles.values() for name in names}
+    if not keys:
+        return
+    counts = dict.fromkeys(keys, (0, 0))
+    for row in profiles(workspace.warehouse, snapshot.table, days).to_pylist():
+        if (name := row["column"]) in counts:
+            counts[name] = counts[name][0] + row["rows"] - row["present"], counts[name][1] + row["rows"]
+    for role, names in roles.items():
+        missing, rows = min((counts[name] for name in names), default=(0, 0))
+        if missing:
+            text = "%s of %s rows have no %s: as keys of %s, each is on its own"
+            workspace.console.log.info(text, f"{missing:,}", f"{rows:,}", " or ".join(names), role)
 
 
 def _check_columns(workspace: Workspace, schema: pa.Schema, plan: Plan) -> None:

@@ -22,6 +22,14 @@ def row_hashes(columns: Sequence[Column], seed: int) -> npt.NDArray[np.uint64]:
     return states
 
 
+def missing_keys(columns: Sequence[Column]) -> npt.NDArray[np.int64]:
+    """Returns the rows that have no value in any of the columns, int64 [M]. NaN is none."""
+    missing = np.ones(len(columns[0]), bool)
+    for column in columns:
+        missing &= np.isnan(column.values) if column.offsets is None else np.diff(column.offsets) == 0
+    return np.flatnonzero(missing)
+
+
 def _bits(values: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
     """Returns values as 64 bits, equal for equal values."""
     if values.dtype == np.int64:

@@ -54,16 +54,11 @@ class Sampling(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
         import numpy as np
 
         from pipeline.transforms.column import Column
-        from pipeline.transforms.kernels.row_hashes import row_hashes
+        from pipeline.transforms.kernels.row_hashes import missing_keys, row_hashes
 
         hashes = row_hashes(columns, self.seed)
-        if place is not None:
-            missing = np.ones(len(hashes), bool)
-            for column in columns:
-                missing &= np.isnan(column.values) if column.offsets is None else np.diff(column.offsets) == 0
-            if missing.any():
-                places = Column(place + np.flatnonzero(missing))
-                hashes[missing] = row_hashes([places], self.seed)
+        if place is not None and len(missing := missing_keys(columns)):
+            hashes[missing] = row_hashes([Column(place + missing)], self.seed)
         mask = (hashes >> np.uint64(11)) * 2.0**-53 < self.rate
         if counts is not None and not mask.all():
             counts["sampling rows"] += int(len(mask) - mask.sum())

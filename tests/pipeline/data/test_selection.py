@@ -148,6 +148,43 @@ def test_hash_steps_are_pinned(keys: pa.Array, steps: list[int]) -> None:
     assert hash_steps(keys.slice(1)).tolist() == steps[1:]
 
 
+@pytest.mark.parametrize("keys", [("user",), ("text",), ("amount",), ("user", "text"), ("list", "user")], ids=str)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rows_without_a_key_are_spread_over_the_parts(keys: tuple[str, ...], sampled: bool) -> None:
+    """Whatever the key's type: no row in two parts, none lost, the shares as asked, in chunks as in one piece."""
+    if "list" in keys:
+        keys, sampled = ("text", "user"), True  # the sampling reads lists
+    count, (day,) = 12_000, DAYS[:1]
+    rows = pa.table({
+        "user": pa.nulls(count, pa.int64()), "text": pa.nulls(count, pa.string()),
+        "amount": pa.array(np.where(np.arange(count) % 2, np.nan, 0.0), mask=np.arange(count) % 2 == 0),
+        "list": pa.nulls(count, pa.list_(pa.int64())), "row": np.arange(count),
+    })  # fmt: skip
+    sampling = Sampling(inputs=("list",), rate=0.5, seed=1) if sampled else None
+    split = SplitConfig.model_validate({"hash": {"key": keys, "shares": {"train": 0.7, "valid": 0.1, "test": 0.2}}})
+    place = Fragment(path="a", day=day, row_group=3, rows=count)
+    kept: dict[str, list[int]] = {}
+    for part in PARTS:
+        one = select(split, part, DAYS, None, sampling)
+        assert one is not None
+        kept[part] = one.keep(rows, place)["row"].to_pylist()
+        pieces = [one.keep(rows.slice(at, 700), place, at)["row"].to_pylist() for at in range(0, count, 700)]
+        assert [row for piece in pieces for row in piece] == kept[part]
+        if "user" in keys:
+            assert one.keep(rows, place.model_copy(update={"row_group": 4}))["row"].to_pylist() != kept[part]
+    every = sorted(row for rows_of_part in kept.values() for row in rows_of_part)
+    assert len(every) == len(set(every))
+    assert (every == list(range(count))) is not sampled
+    for part, share in {"train": 0.35 if sampled else 0.7, "valid": 0.1, "test": 0.2}.items():
+        assert len(kept[part]) / count == pytest.approx(share, abs=0.02)
+
+
+def test_a_row_with_one_of_two_keys_stays_with_its_key() -> None:
+    rows = pa.table({"user": pa.array([7] * 500 + [None] * 500), "shop": pa.array([None] * 500 + ["a"] * 500)})
+    steps = hash_steps(rows["user"].combine_chunks(), rows["shop"].combine_chunks(), place=0)
+    assert len(set(steps[:500].tolist())) == len(set(steps[500:].tolist())) == 1
+
+
 def test_several_columns_make_one_key() -> None:
     """Rows of one user fall into both parts, but a pair always falls into the same part."""
     random = np.random.default_rng(5)

@@ -327,6 +327,21 @@ def test_ids_of_any_stride_are_spread_over_the_groups(ids):
     assert counts.max() <= 5 * max(len(ids) / 1_024, 1.0)
 
 
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string(), pa.float64(), pa.date32()], ids=str)
+def test_rows_without_a_unit_are_units_of_their_own(kind):
+    known = pa.array([1, 1, 2]).cast(pa.int32()).cast(kind)
+    groups = unit_groups(pa.chunked_array([pa.nulls(3_000, kind), known]))
+    assert groups[-3] == groups[-2] != groups[-1]
+    counts = np.bincount(groups[:-3], minlength=1_024)
+    assert (counts > 0).all()
+    assert counts.max() <= 6
+    assert (unit_groups(pa.chunked_array([known])) == groups[-3:]).all()
+
+
+def test_numbers_that_are_none_are_units_of_their_own():
+    assert len(set(unit_groups(pa.chunked_array([pa.array([float("nan")] * 100)])))) == 100
+
+
 def test_contradicting_bounds_are_refused():
     with pytest.raises(ConfigError, match=r"gate\.calibration_low"):
         GateConfig(calibration_low=1.2, calibration_high=1.1)

@@ -5,14 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.ingest.ingest import ingest
-from pipeline.jobs.training.job import PLANS, resolve_job
+from pipeline.jobs.training.job import PLANS, resolve_dataset, resolve_job
+from pipeline.jobs.workspace import Workspace
 from storage.errors import StorageError
 from storage.snapshot.writing import replace_days
-from tests.homes import open_smoke
+from tests.homes import open_smoke, write_config
 
 SMALL = {"source.generator.rows_per_day": 100}
 DAYS = tuple(datetime.date(2025, 1, day) for day in (6, 7, 8, 9))
@@ -94,3 +98,31 @@ def test_an_emptied_day_is_no_day_of_the_table(tmp_path: Path, monkeypatch: pyte
         "Ingest the day, or name another."
     )
     assert not (tmp_path / "runs").exists()
+
+
+def test_rows_without_a_key_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    rows = pa.table({
+        "clicked": [0, 1] * 20, "x": [0.5] * 40, "user": pa.array([None] * 30 + list(range(10)), pa.int64()),
+        "shop": list(range(40)),
+    })  # fmt: skip
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    base = {
+        "name": "rows", "source": {"path": f"{tmp_path}/rows.parquet", "day": "2025-01-06"},
+        "features": {"label": "clicked", "dense": [{"columns": ["x"]}], "sparse": [{"columns": ["shop"], "transforms": [{"kind": "sigrid_hash", "size": 64}]}]},
+        "split": {"hash": {"key": "shop", "shares": {"train": 0.5, "test": 0.5}}},
+    }  # fmt: skip
+    path = write_config(tmp_path, base)
+    ingest(Workspace(load(path)), ())
+
+    def said(overrides: dict[str, Any]) -> list[str]:
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            resolve_dataset(Workspace(load(path, overrides)), None)
+        lines = [one.getMessage() for one in caplog.records]
+        return [one.partition(": as keys of ")[2] for one in lines if one.startswith("30 of 40 rows have no user:")]
+
+    assert said({"split.hash.key": "user"}) == ["split.hash.key, each is on its own"]
+    assert said({"sampling": {"inputs": ["user"], "rate": 0.9}}) == ["sampling.inputs, each is on its own"]
+    assert said({"gate.resample_by": "user"}) == ["gate.resample_by, each is on its own"]
+    assert said({"split.hash.key": ["user", "shop"]}) == said({}) == []
