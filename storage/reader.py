@@ -48,7 +48,7 @@ from storage.snapshot.parquet import (
 )
 from storage.snapshot.projection import Projection
 from storage.snapshot.row_exclusions import FileRows, ReadCache, RowExclusions
-from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, find_rows, make_mask
+from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, find_rows, make_mask, settle
 from storage.snapshot.row_groups import GroupFilter
 
 READ_ROWS = 8_192
@@ -106,6 +106,7 @@ class SnapshotReader:
         schema: Schema | None = None,
         cache: ReadCache | None = None,
     ) -> None:
+        row_filter = None if row_filter is None else settle(row_filter)
         self.table, self.reference, self.row_filter = table, reference, row_filter
         self.schema = add_keys(schema or schema_at(table, reference), [*columns, *compared_columns(row_filter)])
         self.columns = list(columns)

@@ -1,5 +1,6 @@
 """Reads which rows of data files are deleted (Iceberg specification, "Delete Formats")."""
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.io import FileIO
@@ -70,7 +72,9 @@ def _read_vectors(content: bytes) -> dict[str, Positions]:
 
 
 def find_equal(rows: Sequence[pa.ChunkedArray], deleted: Sequence[pa.ChunkedArray]) -> Positions:
-    """Returns the positions of rows that equal one of the deleted ones in all columns. Null equals null.
+    """Returns the positions of rows that equal one of the deleted ones in all columns.
+
+    Null equals null and NaN equals NaN: nothing else could delete them. 0 equals -0, as in filters.
 
     Args:
         rows: The compared columns of a data file.
@@ -83,7 +87,14 @@ def find_equal(rows: Sequence[pa.ChunkedArray], deleted: Sequence[pa.ChunkedArra
     count = len(rows[0])
     codes = np.zeros(count + len(deleted[0]), np.int64)
     for old, new in zip(deleted, rows, strict=True):
-        both = pa.chunked_array([*new.chunks, *old.chunks], old.type).combine_chunks()
+        both = _of_one_form(pa.chunked_array([*new.chunks, *old.chunks], old.type).combine_chunks())
         found = both.dictionary_encode(null_encoding="encode").indices.to_numpy()
         _, codes = np.unique(codes * (int(found.max(initial=0)) + 1) + found, return_inverse=True)
     return np.flatnonzero(np.isin(codes[:count], codes[count:])).astype(np.int64)
+
+
+def _of_one_form(values: pa.Array) -> pa.Array:
+    """Gives equal numbers equal bits: -0 becomes 0, and every NaN the same one."""
+    if not pa.types.is_floating(values.type):
+        return values
+    return pc.if_else(pc.is_nan(values), pa.scalar(math.nan, values.type), pc.add(values, pa.scalar(0.0, values.type)))

@@ -8,8 +8,23 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow.acero import Declaration, ProjectNodeOptions, TableSourceNodeOptions
-from pyiceberg.expressions import And, BooleanExpression, NotIn, NotNull, Or
-from pyiceberg.expressions.visitors import bind, extract_field_ids, rewrite_not
+from pyiceberg.expressions import (
+    And,
+    BooleanExpression,
+    EqualTo,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    IsNaN,
+    LessThan,
+    LessThanOrEqual,
+    Not,
+    NotEqualTo,
+    NotIn,
+    NotNull,
+    Or,
+)
+from pyiceberg.expressions.visitors import bind, extract_field_ids
 from pyiceberg.io.pyarrow import expression_to_pyarrow
 from pyiceberg.schema import Schema
 
@@ -26,14 +41,46 @@ class RowChoice(NamedTuple):
 def make_mask(row_filter: BooleanExpression, schema: Schema) -> tuple[pc.Expression, list[str]]:
     """Returns the mask of a filter and the columns that it compares.
 
-    Nulls follow SQL: a comparison with null is not true, and neither is its opposite.
+    Nulls follow SQL, and numbers IEEE 754, as `settle` says.
 
     Raises:
         ValueError: If the filter does not match the columns. TypeError: The same.
     """
-    bound = bind(schema, _drop_nulls(rewrite_not(row_filter)), case_sensitive=True)
+    bound = bind(schema, _drop_nulls(settle(row_filter)), case_sensitive=True)
     used = [str(schema.find_column_name(number)) for number in sorted(extract_field_ids(bound))]
     return expression_to_pyarrow(bound, schema), used
+
+
+def settle(expression: BooleanExpression, negated: bool = False) -> BooleanExpression:
+    """Returns a filter without `not` that means the same to whoever applies it: to rows or to statistics.
+
+    A comparison with null is not true, and neither is its opposite. 0 equals -0, also in a list. NaN is not equal to,
+    below or above any number, so it passes `!=`, `not in` and the opposite of every comparison that it does not pass.
+
+    Args:
+        negated: Returns the opposite.
+    """
+    if isinstance(expression, Not):
+        return settle(expression.child, not negated)
+    if isinstance(expression, And | Or):
+        joined = Or if isinstance(expression, And) == negated else And
+        return joined(settle(expression.left, negated), settle(expression.right, negated))
+    if negated and isinstance(expression, LessThan | LessThanOrEqual | GreaterThan | GreaterThanOrEqual):
+        return Or(~expression, IsNaN(expression.term))  # type: ignore[call-arg]  # pydantic hides its signature
+    return _compare_zeros(~expression if negated else expression)
+
+
+def _compare_zeros(expression: BooleanExpression) -> BooleanExpression:
+    """Takes zeros out of lists. Arrow's `is_in` looks at bits, and so tells 0 from -0."""
+    if not isinstance(expression, In | NotIn):
+        return expression
+    zeros = {one for one in expression.literals if one.value == 0}
+    if not zeros:
+        return expression
+    others, zero = expression.literals - zeros, next(iter(zeros))
+    if isinstance(expression, In):
+        return Or(In(expression.term, others), EqualTo(expression.term, zero))  # type: ignore[call-arg]
+    return And(NotIn(expression.term, others), NotEqualTo(expression.term, zero))  # type: ignore[call-arg]
 
 
 def compared_columns(expression: BooleanExpression | None) -> list[str]:

@@ -25,6 +25,7 @@ from pyiceberg.types import (
 )
 
 from storage.snapshot.pyiceberg_private import MetricsEvaluator
+from storage.snapshot.row_filter import settle
 
 STORED_AS = {DateType: pa.int32(), TimestampType: pa.int64(), TimestamptzType: pa.int64()}
 """Types that Iceberg stores as numbers."""
@@ -54,7 +55,7 @@ class GroupFilter:
     """
 
     def __init__(self, schema: Schema, row_filter: BooleanExpression, columns: Mapping[str, pa.DataType]) -> None:
-        self._evaluator = MetricsEvaluator(schema, row_filter)
+        self._evaluator = MetricsEvaluator(schema, settle(row_filter))
         self._fields = {name: (schema.find_field(name), kind) for name, kind in columns.items()}
 
     def may_match(self, group: pq.RowGroupMetaData, stored: Mapping[str, FileColumn | None]) -> bool:

@@ -34,9 +34,9 @@ MICROSECOND = datetime.timedelta(microseconds=1)
 TIME = datetime.datetime(2024, 1, 1)
 VALUES: dict[str, list[Any]] = {
     "number": [-7, -1, 0, 1, 3, 2**31 - 1],
-    "small": [0.1, -0.0, 2.5, -3.25, math.inf, math.nan],
+    "small": [0.1, -0.0, 0.0, 2.5, -3.25, math.inf, math.nan],
     "single": [0.1, 0.7, -0.3, 2.5, math.nan],
-    "large": [0.1, 0.0, -1.5, -math.inf, math.nan, 1e300],
+    "large": [0.1, 0.0, -0.0, -1.5, -math.inf, math.nan, 1e300],
     "text": ["", "a", "ab", "abé", "b" * 70, "ü"],
     "date": [DAY + datetime.timedelta(days) for days in (-400, 0, 1, 35)],
     "time": [TIME + step for step in (MICROSECOND, -MICROSECOND, datetime.timedelta(days=3))],
@@ -50,11 +50,9 @@ SCHEMA = pa.schema(
         ("zoned", pa.timestamp("us", "UTC")), ("flag", pa.bool_()), ("tags", pa.list_(pa.int64())),
     ]
 )  # fmt: skip
-OPERATORS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "=": ("!=", operator.eq), "!=": ("=", operator.ne), "<": (">=", operator.lt), ">=": ("<", operator.ge),
-    ">": ("<=", operator.gt), "<=": (">", operator.le),
+OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "=": operator.eq, "!=": operator.ne, "<": operator.lt, ">=": operator.ge, ">": operator.gt, "<=": operator.le,
 }  # fmt: skip
-"""Operator -> its opposite, and what it means."""
 
 Test = Callable[[dict[str, Any]], bool]
 
@@ -104,8 +102,8 @@ def leaf(draw: st.DrawFn, negated: bool) -> tuple[str, Test]:
         text = f"{name}{no} in ({', '.join(map(written, some))})"
         return text, valid(lambda value: any(value == kind(one) for one in some))
     sign, value = draw(st.sampled_from(list(OPERATORS))), draw(st.sampled_from(usable))
-    test = OPERATORS[OPERATORS[sign][0] if negated else sign][1]
-    return f"{name} {sign} {written(value)}", lambda row: row[name] is not None and bool(test(row[name], kind(value)))
+    test = OPERATORS[sign]
+    return f"{name} {sign} {written(value)}", lambda row: row[name] is not None and test(row[name], kind(value)) != negated  # fmt: skip
 
 
 @st.composite
@@ -270,6 +268,11 @@ def test_columns_are_aligned_where_some_parts_of_a_row_group_have_no_row(
         (pa.array([0.1, math.nan], pa.float32()), pa.float32(), "x != 0.1", True),
         (pa.array([0.1, math.nan], pa.float32()), pa.float32(), "x > 0.2", False),
         (pa.array([math.nan, math.nan]), pa.float64(), "x > 0.2", True),  # no bounds
+        (pa.array([0.1, math.nan]), pa.float64(), "not (x <= 0.2)", True),
+        (pa.array([1, 2]), pa.int64(), "not (x <= 2)", False),
+        (pa.array([-0.0, -0.0]), pa.float64(), "x in (0.0, 5.0)", True),
+        (pa.array([0.0, 0.0]), pa.float32(), "x = -0.0", True),
+        (pa.array([-0.0, 0.0]), pa.float64(), "x < 0.0", True),  # bounds are widened by a step
         (pa.array([[1], [2]]), pa.list_(pa.int64()), "x is null", True),  # nulls of lists are not counted
     ],
 )
@@ -286,6 +289,38 @@ def test_statistics_of_another_writer_exclude_what_they_prove(
     known = {"x": FileColumn("x", file.schema_arrow.field("x").type)}
     assert made.may_match(file.metadata.row_group(0), known) == kept
     assert made.may_match(file.metadata.row_group(0), {})
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.float64()], ids=str)
+@pytest.mark.parametrize("statistics", [True, False])
+def test_zeros_and_nan_mean_the_same_to_filters_statistics_and_deletes(
+    tmp_path: Path, kind: pa.DataType, statistics: bool
+) -> None:
+    """One value a row group, so that statistics decide wherever they can."""
+    values = [-1.0, -0.0, 0.0, 0.5, 2.0, math.nan, -math.nan, math.inf, -math.inf, None]
+    rows = pa.table({"id": range(len(values)), "x": pa.array(values, kind)})
+    warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
+    schema = pa.schema([("day", pa.date32()), ("id", pa.int64()), ("x", kind)])
+    replace_days(warehouse, "events", {DAY: "i"}, schema, [], 0)
+    stored = rows.add_column(0, "day", pa.array([DAY] * len(values)))
+    add_files(warehouse.table("events"), [(stored, PARTITION)], row_group_size=1, write_statistics=statistics)
+
+    def found(text: str) -> set[int]:
+        return set(read(warehouse.reader(warehouse.current("events"), ["id"], parse(text))))
+
+    known = set(range(len(values) - 1))
+    for constant in ("0.0", "-0.0", "0.5", "-1.0"):
+        for comparison in (*(f"x {sign} {constant}" for sign in OPERATORS), f"x in ({constant}, 7.0)", "x is nan"):
+            passing, others = found(comparison), found(f"not ({comparison})")
+            assert passing | others == known, comparison
+            assert not passing & others, comparison
+            assert found(f"not (not ({comparison}))") == passing
+        assert found(f"x = {constant}") == found(f"x in ({constant})") == found(f"x in (9.0, {constant})")
+        assert found(f"x != {constant}") == found(f"x not in ({constant}, 9.0)") == known - found(f"x = {constant}")
+    assert found("x = 0.0") == found("x in (-0.0, 9.0)") == {1, 2}
+    assert found("not (x <= 0.5 or x > 0.5)") == found("x is nan") == {5, 6}
+    delete_values(warehouse.table("events"), pa.table({"x": pa.array([0.0, math.nan], kind)}), PARTITION)
+    assert found("id >= 0") == {0, 3, 4, 7, 8, 9}
 
 
 def test_a_column_that_a_file_lacks_is_null_or_has_its_default(sorted_table: tuple[Warehouse, SnapshotRef]) -> None:
