@@ -31,6 +31,10 @@ def home_path(home: str) -> Path:
     return path
 
 
+DOTTED = re.compile(
+    r"characterize\.axes(\.[^.]+\.[^.]+)?|sweep\.(space|trial_overrides)|release\.(explore|fresh|candidates\.[^.]+)"
+)
+"""Sections whose keys are dotted keys themselves. In an override, all that follows is one of them."""
 MOST_VALUES = 1_000_000
 """Values in a YAML text. A few lines of aliases may stand for billions."""
 MOST_LEVELS = 100
@@ -153,6 +157,8 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def put(values: dict[str, Any], keys: list[str], value: Any, whole: str) -> dict[str, Any]:
+    if DOTTED.fullmatch(whole[: -len(".".join(keys)) - 1]):
+        keys = _join_keys(values, keys)
     if len(keys) == 1:
         return values | {keys[0]: value}
     inner = values.get(keys[0]) or {}
@@ -161,6 +167,14 @@ def put(values: dict[str, Any], keys: list[str], value: Any, whole: str) -> dict
     if not isinstance(inner, dict):
         raise ConfigError(f"override '{whole}'", f"a section '{keys[0]}'", type(inner).__name__, "Correct the key.")
     return values | {keys[0]: put(inner, keys[1:], value, whole)}
+
+
+def _join_keys(values: dict[str, Any], keys: list[str]) -> list[str]:
+    """Makes one key of those that are one there: a section that is there, such as an axis with a name, or all."""
+    for count in range(len(keys) - 1, 0, -1):
+        if isinstance(values.get(section := ".".join(keys[:count])), dict):
+            return [section, *keys[count:]]
+    return [".".join(keys)]
 
 
 def _put_into_list(values: list[Any], keys: list[str], value: Any, whole: str) -> list[Any]:

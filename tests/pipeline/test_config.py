@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from pipeline.config import load
-from pipeline.config.files import ROOT, home_path, read_yaml
+from pipeline.config.files import ROOT, home_path, put, read_yaml
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.identity import identity
 from pipeline.jobs.workspace import Workspace
@@ -577,3 +577,33 @@ def test_a_path_that_is_no_address_of_a_store_is_refused(path):
     )
     with pytest.raises(ConfigError, match=sentence):
         load("configs/smoke.yaml", {"storage.path": path})
+
+
+def test_an_override_reaches_keys_that_are_dotted_themselves() -> None:
+    """Each in an empty section, and where the file has it and others."""
+    values: dict[str, Any] = {
+        "characterize": {"axes": {"training.batch_rows": [1, 2], "mlp": {"wide": {"model.dropout": 0.1}}}},
+        "sweep": {"space": {"training.epochs": {"low": 1, "high": 3}}},
+    }
+    wanted: dict[str, Any] = {
+        "characterize.axes.training.batch_rows": ({}, {"training.batch_rows": 7}),
+        "characterize.axes.mlp": ({}, {"mlp": 7}),
+        "characterize.axes.mlp.wide.model.dropout": (
+            values, {"training.batch_rows": [1, 2], "mlp": {"wide": {"model.dropout": 7}}},
+        ),
+        "characterize.axes.workload.lookups": (values, values["characterize"]["axes"] | {"workload.lookups": 7}),
+        "sweep.space.training.epochs.low": (values, {"training.epochs": {"low": 7, "high": 3}}),
+        "sweep.space.features.sparse.0.rows": (values, values["sweep"]["space"] | {"features.sparse.0.rows": 7}),
+        "sweep.trial_overrides.training.max_steps": ({}, {"training.max_steps": 7}),
+        "release.explore.training.max_steps": ({}, {"training.max_steps": 7}),
+        "release.fresh.split.days.train": ({}, {"split.days.train": 7}),
+        "release.candidates.wide.model.dropout": ({}, {"wide": {"model.dropout": 7}}),
+    }  # fmt: skip
+    for key, (given, expected) in wanted.items():
+        section, name = key.split(".")[:2]
+        assert put(given, key.split("."), 7, key)[section][name] == expected, key
+
+
+def test_an_axis_is_named_on_the_command_line() -> None:
+    axes = load_study("configs/smoke.yaml", {"characterize.axes.training.batch_rows": [200]}).characterize.axes
+    assert axes == {"training.batch_rows": (200,)}
