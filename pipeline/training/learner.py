@@ -36,7 +36,7 @@ class Learner:
         self.model, self.config, self.device = model, config, device
         self.optimizer = dense_optimizer(model, config)
         replicated = replicated_tables(model)
-        self.replicated = ReplicatedTables(replicated, config) if replicated else None
+        self.replicated = ReplicatedTables(replicated, config, model) if replicated else None
         self.rates = LearningRates(model, self.optimizer, config, self.replicated)
         self.dense = [parameter for _, parameter in dense_parameters(model)]
         self.draws = has_dropout(model)

@@ -8,17 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
     WeightDecayMode,
 )
 from torch import nn
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan as TorchRecPlan
 from torchrec.distributed.types import ShardingType
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.quantised import TABLES
 from pipeline.training.config import TrainConfig
@@ -72,18 +75,27 @@ def table_rate(config: TrainConfig, table: str) -> float:
 class ReplicatedTables(torch.optim.Optimizer):
     """Optimizer of replicated tables, from averaged gradients, with the same rule as the fused optimizers.
 
-    Its state has the names and shapes of the fused optimizers' state, so checkpoints fit both.
+    Its state has the names and shapes of the fused optimizers' state, so checkpoints fit both. Rows that were read are
+    updated, also with a gradient of 0, which a pooling weight of 0 gives.
 
     Args:
         tables: Table -> weights, float32 [rows, width].
+        model: Looks them up. None: rows with a gradient count as read.
     """
 
-    def __init__(self, tables: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
+    def __init__(self, tables: Mapping[str, nn.Parameter], config: TrainConfig, model: nn.Module | None = None) -> None:
         groups = [{"params": [weight], "table": table, "lr": 0.0} for table, weight in tables.items()]
         super().__init__(groups, {})
         self.config = config
         self.steps = 0
         """Number of the next update, counted from 1."""
+        self.follows = model is not None
+        self.ids: dict[str, list[torch.Tensor]] = {}
+        """Table -> ids that this rank has looked up since the last update."""
+        for lookup in iter_lookups(model) if model is not None else ():
+            for module in lookup.modules():
+                if isinstance(module, BatchedDenseEmbeddingBag):
+                    module.register_forward_pre_hook(self._note_ids)
         for table, weight in tables.items():
             rowwise = config.table_optimizer == "rowwise_adagrad"
             like = torch.zeros_like(weight[:, 0] if rowwise else weight, requires_grad=False)
@@ -92,13 +104,44 @@ class ReplicatedTables(torch.optim.Optimizer):
             if config.table_optimizer == "adam":
                 self.state[weight][f"{table}.exp_avg_sq"] = like.clone()
 
+    def _note_ids(self, module: nn.Module, inputs: tuple[KeyedJaggedTensor, ...]) -> None:
+        """Notes the ids that a kernel looks up, which come table by table."""
+        if not torch.is_grad_enabled() or not self.reads_all:
+            return
+        features = inputs[0]
+        of_features = iter(features.values().split(features.length_per_key()))
+        for table in module.config.embedding_tables:  # type: ignore[union-attr]
+            for _ in range(table.num_features()):
+                self.ids.setdefault(table.name, []).append(next(of_features))
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether a row that was read changes although its gradient is 0."""
+        return self.follows and (self.config.table_optimizer == "adam" or self.config.table_weight_decay > 0.0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients and which rows were read."""
+        super().zero_grad(set_to_none)
+        self.ids.clear()
+
+    def _find_read(self, table: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Tells which rows a rank has read, bool [rows, 1]."""
+        if not self.reads_all:
+            return gradient.ne(0.0).any(dim=1, keepdim=True)
+        read_N = torch.zeros(len(gradient), dtype=torch.uint8, device=gradient.device)
+        for ids in self.ids.get(table, ()):
+            read_N[ids.long()] = 1
+        if dist.get_world_size() > 1:
+            dist.all_reduce(read_N, dist.ReduceOp.MAX)
+        return read_N.bool()[:, None]
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates the rows that have a gradient."""
+        """Updates the rows that were read."""
         config, kind = self.config, self.config.table_optimizer
         for group in self.param_groups:
             (weight,) = group["params"]
-            read_N1 = weight.grad.ne(0.0).any(dim=1, keepdim=True)
+            read_N1 = self._find_read(group["table"], weight.grad)
             gradient = weight.grad
             if config.table_weight_decay:
                 gradient = torch.where(read_N1, gradient + config.table_weight_decay * weight, gradient)

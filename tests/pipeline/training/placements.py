@@ -51,6 +51,8 @@ class Conditions(BaseModel):
     """What else differs between cases."""
 
     weighted: bool = False
+    zeros: bool = False
+    """Whether half of the weights are 0, so that rows are read without a gradient."""
     uneven: int | None = None
     """Gives ranks other numbers of rows at each step, the first in one step as few as this. None: equal numbers."""
     reordered: bool = False
@@ -85,7 +87,9 @@ def training(world_size: int, device: str = "cpu", **settings: Any) -> TrainConf
     return TrainConfig(**base | settings)
 
 
-def batches(rank: int = 0, world_size: int = 1, weighted: bool = False, uneven: int | None = None) -> Iterator[Batch]:
+def batches(
+    rank: int = 0, world_size: int = 1, weighted: bool = False, uneven: int | None = None, zeros: bool = False
+) -> Iterator[Batch]:
     """Returns this rank's rows of each step. Some bags are empty, and in one step all of one feature's."""
     random, of_weights, of_shares = (np.random.default_rng(seed) for seed in (7, 8, 9))
     bounds = [ROWS * number // world_size for number in range(world_size + 1)]
@@ -102,6 +106,8 @@ def batches(rank: int = 0, world_size: int = 1, weighted: bool = False, uneven: 
             [of_weights.normal(size=len(one)) if bag.weighted else np.ones(len(one)) for one in row]
             for bag, row in zip(WEIGHTED, ids, strict=True)
         ]
+        if zeros:
+            weights = [[one * (of_weights.random(len(one)) < 0.5) for one in row] for row in weights]
         sparse = KeyedJaggedTensor(
             keys=[bag.name for bag in BAGS],
             values=join(ids, share, torch.int64),
@@ -130,7 +136,7 @@ def trained(
     data = TrainingData(lambda position: iter(()))
     trainer = Trainer(sharded, config, data, Restore(Checkpoints(Path())), print, SEED, device)
     losses = []
-    for batch in batches(dist.get_rank(), dist.get_world_size(), given.weighted, given.uneven):
+    for batch in batches(dist.get_rank(), dist.get_world_size(), given.weighted, given.uneven, given.zeros):
         if given.reordered:
             batch = replace(batch, sparse=batch.sparse.permute(ORDER))
         trainer.train_step(batch.to(device))

@@ -236,6 +236,36 @@ def test_two_ranks_train_like_plain_pytorch(two: Result, unsharded: dict[str, An
     check(two, case, unsharded)
 
 
+ZEROS = {
+    f"{optimizer}_{decay}_{kind}": {
+        "sharding": kind, "table_optimizer": optimizer, "table_weight_decay": decay, "table_learning_rate": 0.02,
+        "weighted": True, "zeros": True,
+    }
+    for optimizer, decay in (("adam", 0.0), ("adam", 0.1), ("rowwise_adagrad", 0.1)) for kind in ("table_wise", "data_parallel")
+}  # fmt: skip
+
+
+def check_zeros(found: dict[str, dict[str, torch.Tensor]]) -> None:
+    for case in (name for name in ZEROS if name.endswith("data_parallel")):
+        for name, expected in found[case.replace("data_parallel", "table_wise")].items():
+            difference = (found[case][name] - expected).abs().max().item()
+            assert difference <= TOLERANCE, f"{case}, {name}: {difference}"
+
+
+def test_rows_that_are_read_without_a_gradient_are_updated_under_every_plan(device: torch.device) -> None:
+    """Decay and the moments of Adam change them, because they are read."""
+    found = {}
+    for name, settings in ZEROS.items():
+        given = conditions(usual := dict(settings))
+        found[name] = trained(training(1, device.type, **usual), device, given)[1] or {}
+    check_zeros(found)
+
+
+@pytest.mark.slow
+def test_rows_that_another_rank_reads_without_a_gradient_are_updated(tmp_path: Path) -> None:
+    check_zeros(by_ranks(2, tmp_path, cases=ZEROS)[1])
+
+
 @pytest.mark.parametrize("bags", [BAGS, BAGS[:2]], ids=["sums and means", "sums"])
 def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, bags: list[SparseFeature]) -> None:
     """Bit for bit, in any order of the ids."""
