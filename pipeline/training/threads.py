@@ -55,20 +55,34 @@ class ThreadChooser:
         self.may_change: bool | None = None
         """Whether weights do not depend on the number of threads. None: not known yet."""
         self.threads = most
-        """Of the next step."""
-        self.chosen = most
+        """Of the next step, if its batch is full."""
+        self.chosen = self.used = most
+        self.fixed = False
+        """Whether this step has all threads, whatever is chosen."""
         self.recent: deque[float] = deque(maxlen=TRIAL_STEPS)
         """Seconds of the last steps with the chosen number."""
         self.trial: list[float] = []
         self.steps_left, self.seconds_left = FIRST_STEPS, 0.0
         """Until the next trial."""
 
+    def begin(self, full: bool) -> None:
+        """Sets the threads of what comes now.
+
+        Args:
+            full: Whether it is a step with a full batch. Anything else, such as the last batch of an epoch, always has
+                all threads: weights were not compared for as many rows.
+        """
+        self.fixed = not full
+        self._set(self.most if self.fixed else self.threads)
+
     def after_step(self, seconds: float, has_same_bits: Callable[[], bool]) -> None:
-        """Takes the time of a step, and sets the threads of the next one.
+        """Takes the time of a step with a full batch, and sets the threads of the next one.
 
         Args:
             has_same_bits: Called once, before the first trial. If it returns False, there are no trials.
         """
+        if self.fixed:
+            return
         if self.threads != self.chosen:
             self.trial.append(seconds)
             if len(self.trial) > TRIAL_STEPS:
@@ -101,8 +115,12 @@ class ThreadChooser:
         self._use(self.chosen)
 
     def _use(self, threads: int) -> None:
-        if threads != self.threads:
-            self.threads = threads
+        self.threads = threads
+        self._set(threads)
+
+    def _set(self, threads: int) -> None:
+        if threads != self.used:
+            self.used = threads
             self.use(threads)
 
 
@@ -141,8 +159,8 @@ def has_same_bits(
 ) -> bool:
     """Whether logits and gradients of the dense part are the same, bit for bit, with one thread as with all.
 
-    Libraries of matrix products may cut sums into one part for each thread, which rounds them in another way. The last
-    batch of an epoch is smaller, so a third of the rows is checked as well. The model stays as it is.
+    Libraries of matrix products may cut sums into one part for each thread, which rounds them in another way, for some
+    numbers of rows and not for others. So this holds for batches of as many rows only. The model stays as it is.
     """
     if batch.shared is not None:
         return False
@@ -150,17 +168,17 @@ def has_same_bits(
     with torch.no_grad():
         pooled_BFE = inner.pool(batch.sparse)
 
-    def differentiate(rows: int) -> list[torch.Tensor]:
-        vectors_BFE = pooled_BFE[:rows].requires_grad_()
+    def differentiate() -> list[torch.Tensor]:
+        vectors_BFE = pooled_BFE.detach().requires_grad_()
         with dense_precision(config, vectors_BFE.device):
-            logits: torch.Tensor = inner.score(batch.dense[:rows], vectors_BFE)
-        return [logits, *torch.autograd.grad(logits.float(), [*dense, vectors_BFE], batch.labels[:rows] - 0.5)]
+            logits: torch.Tensor = inner.score(batch.dense, vectors_BFE)
+        return [logits, *torch.autograd.grad(logits.float(), [*dense, vectors_BFE], batch.labels - 0.5)]
 
     found = []
     try:
         for threads in (1, most):
             torch.set_num_threads(threads)
-            found.append([*differentiate(len(batch.labels)), *differentiate(len(batch.labels) // 3 + 1)])
+            found.append(differentiate())
     finally:
         torch.set_num_threads(most)
     return all(torch.equal(one, other) for one, other in zip(*found, strict=True))

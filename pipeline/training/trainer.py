@@ -120,6 +120,8 @@ class Trainer:
 
     def train_step(self, batch: Batch, coming: Batch | None = None) -> None:
         """Makes a step and takes its time; see `TrainStep`."""
+        if self.threads is not None:
+            self.threads.begin(full=len(batch.labels) == self.config.batch_rows)
         start = time.perf_counter()
         trained = self.step.train(batch, coming, self.progress)
         seconds = time.perf_counter() - start
@@ -211,6 +213,8 @@ class Trainer:
         """Validates the model, or its mean weights if there are any, and saves the best model so far."""
         if self.data.validate is None:
             return
+        if self.threads is not None:
+            self.threads.begin(full=False)
         with self.learner.serving(self.progress.averaged > 0):
             self.model.eval()
             with torch.no_grad():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pipeline.training import threads
+from pipeline.training.state.progress import LossSums
 from pipeline.training.threads import FIRST_STEPS, TRIAL_SHARE, ThreadChooser
 
 Make = Callable[..., tuple[Any, list[dict[str, Any]]]]
@@ -53,6 +54,62 @@ def test_trials_take_a_hundredth_of_the_time_and_small_gains_change_nothing() ->
     assert 0.010 * 100_000 < took < 0.010 * 100_000 * (1 + 2 * TRIAL_SHARE)
     chooser.restore()
     assert used[-1] == 2
+
+
+def test_batches_that_are_not_full_always_have_all_threads() -> None:
+    """In trials and after them. They are not timed, so a trial of full batches goes on behind them."""
+    used = [4]
+    chooser = ThreadChooser(4, used.append, lambda *values: None)
+    seen: list[tuple[bool, int]] = []
+    for step in range(600):
+        full = step % 7 != 6
+        chooser.begin(full)
+        seen.append((full, used[-1]))
+        chooser.after_step({4: 0.036, 1: 0.003}[used[-1]] if full else 1e-9, lambda: True)
+    assert {threads for full, threads in seen if not full} == {4}
+    assert {threads for full, threads in seen[300:] if full} == {1}
+    chooser.restore()
+    assert used[-1] == 4
+
+
+@pytest.mark.slow
+def test_weights_stay_where_bits_of_other_batches_depend_on_threads(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, two_threads: None
+) -> None:
+    """A product by the number of threads, for batches that are not full, stands for a library that cuts its sums."""
+    settings = {"threads_per_rank": None, "epochs": 3, "batch_rows": 32, "embedding_kernel": "numba"}
+    found, changes, validated, others = [], 0, list[int](), 0
+
+    def validate(model: Any) -> LossSums:
+        validated.append(torch.get_num_threads())
+        return LossSums.of(torch.tensor([4.0, 2.0, 2.0, 2.0]))
+
+    for name in ("fixed", "changing"):
+        trainer, events = make_trainer(validate, **settings, validate_every_steps=5)
+        trainer.restore.checkpoints.folder = trainer.restore.checkpoints.folder.with_name(name)
+        if name == "fixed":
+            trainer.threads = None
+        else:
+            for key, value in {"FIRST_STEPS": 2, "TRIAL_STEPS": 2, "TRIAL_SHARE": 1e9, "GAIN": 0.0}.items():
+                monkeypatch.setattr(threads, key, value)
+        inner = threads.get_unwrapped_module(trainer.model)
+
+        def scored(dense: Any, vectors: Any, score: Any = inner.score) -> Any:
+            nonlocal others
+            full = len(dense) == 32
+            others += not full
+            return score(dense, vectors) * (1 if full else torch.get_num_threads())
+
+        monkeypatch.setattr(inner, "score", scored)
+        trainer.train()
+        changes += sum(event["event"] == "threads" for event in events)
+        state = trainer.model.state_dict().items()
+        found.append({key: getattr(one, "local_tensor", lambda one=one: one)().clone() for key, one in state})
+    assert changes > 3
+    assert others > 3
+    assert set(validated) == {2}
+    for key, value in found[0].items():
+        assert torch.equal(value, found[1][key]), key
 
 
 def test_there_is_no_trial_if_bits_depend_on_threads() -> None:
