@@ -62,6 +62,26 @@ def read_note(path: Path, kind: type[T], remedy: str | None = None) -> T:
     return _read(path, TypeAdapter(kind).validate_json, remedy)
 
 
+def write_checked(path: Path, text: str) -> None:
+    """Replaces a file by its checksum and JSON text, for numbers in which nobody would see a wrong digit."""
+    write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+
+
+def read_checked(path: Path, kind: type[T], remedy: str | None = None) -> T:
+    """Reads a file that `write_checked` wrote, as `read_note` does.
+
+    Raises:
+        StorageError: If it is missing or holds something else.
+    """
+
+    def parse(content: bytes) -> T:
+        checksum, _, text = content.partition(b"\n")
+        intact = checksum == hashlib.sha256(text).hexdigest().encode()
+        return TypeAdapter(kind).validate_json(text if intact else b"")
+
+    return _read(path, parse, remedy)
+
+
 def read_values(path: Path, kind: type[BaseModel], remedy: str | None = None) -> dict[str, Any]:
     """Reads a file like `read_note`, and returns all that it holds, not only the fields of the model."""
 

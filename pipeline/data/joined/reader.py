@@ -13,6 +13,7 @@ from pyiceberg.expressions import And, BooleanExpression
 from pyiceberg.schema import Schema
 
 from pipeline.data.formats.files import fingerprint
+from pipeline.data.joined import sorting
 from pipeline.data.joined.index import KeyIndex, TimedIndex, TimedRows, cut_lists
 from pipeline.data.joined.sorting import MANIFEST, SortedLayout, open_sorted
 from pipeline.data.joined.source import FeatureSource, PinnedSource, SourceRows, added_columns, to_filter_schema
@@ -130,11 +131,12 @@ class SourceColumns:
 
     @property
     def sorted_folder(self) -> Path:
-        """Their folder. Its name changes with what decides their content."""
+        """Their folder. Its name changes with what decides their content, the code among it."""
         pinned, source = self.source.pinned, self.source.source
         where = None if isinstance(source, FeatureJoin) else source.where
         columns = [self.source.added[name] for name in self.loaded]
-        content = (pinned.files, pinned.stamps, pinned.snapshot, source.on, source.time, where, columns, self.layout)
+        rows = (pinned.files, pinned.stamps, pinned.snapshot, source.on, source.time, where)
+        content = (sorting.CODE, *rows, columns, self.layout)
         return self.source.warehouse.home / SORTED / fingerprint([f"{one}" for one in content])
 
 
@@ -232,7 +234,11 @@ class FeatureJoinReader:
             say: Gets a line before a source is sorted, and one after it.
         """
         for side in self.sides:
-            if side.as_of is not None and not (side.sorted_folder / MANIFEST).exists():
+            if side.as_of is None:
+                continue
+            if (side.sorted_folder / MANIFEST).exists():
+                side.load_day(None)  # compares checksums once for all workers
+            else:
                 where, began = side.source.pinned.where, time.monotonic()
                 say(f"sorting {where} by key and time, once for all trainings that read it as it is now")
                 index = side.load_day(None)

@@ -8,25 +8,35 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock
+from isal.isal_zlib import crc32
 
 from pipeline.data.joined.index import KeyIndex, TimedIndex, hash_keys, present
 from pipeline.data.joined.source import SourceRows
 from pipeline.errors import DataError, StorageError
+from pipeline.processes.code import hash_code
 from storage.arrow import is_list, is_text
+from storage.artifacts import write_text
 from storage.query import connect
 from storage.scratch import ScratchFolder
 
 MANIFEST = "sorted.json"
+CHECKED = "checked.json"
+"""Sizes and times of the files when their checksums were compared."""
+CHECKED_SECONDS = 3_600
+"""Checksums are compared again after so long, when a process opens the files."""
+CHECKED_AT_ONCE = 1 << 24
+CODE = hash_code(("pipeline/data", "pipeline/transforms", "storage"), ("duckdb", "numba", "numpy", "pyarrow"))
+"""Version of the code that makes the files. It belongs into the names of their folders."""
 MEMORY = "25%"
 """Memory of DuckDB while it sorts, of the machine's."""
 UNUSED_SECONDS = 7 * 86_400
@@ -60,7 +70,7 @@ def open_sorted(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, 
         where: The source as an error names it.
     Raises:
         DataError: If a key that must not has a time twice.
-        StorageError: If the rows cannot be sorted.
+        StorageError: If the rows cannot be sorted, or the files are not as they were made.
     """
     if not (folder / MANIFEST).exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -180,11 +190,12 @@ class _Files:
         for column in [*self.columns.values(), *self.numbers.values()]:
             column.close()
         if kind is None:
-            sizes = {path.name: path.stat().st_size for path in sorted(self.folder.iterdir())}
+            files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(self.folder.iterdir())}
             # Keys with equal hashes follow each other. This bounds how many a look-up may meet.
-            facts = {"rows": self.rows, "distinct": self.distinct, "most": self.equal + 1, "sizes": sizes}
+            facts = {"rows": self.rows, "distinct": self.distinct, "most": self.equal + 1, "files": files}
+            content = json.dumps(facts).encode()
             with (self.folder / MANIFEST).open("wb") as file:
-                file.write(json.dumps(facts).encode())
+                file.write(b"%08x\n" % crc32(content) + content)
                 _keep(file)
 
 
@@ -274,19 +285,57 @@ def _keep(file: BinaryIO) -> None:
 
 def _map(folder: Path, layout: SortedLayout) -> TimedIndex:
     """Returns the index in the files of a folder."""
-    facts = json.loads((folder / MANIFEST).read_bytes())
-    for name, size in facts["sizes"].items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else "no file"
-        if found != size:
-            raise StorageError(f"{folder / name}", f"{size} bytes", f"{found}", f"Delete {folder}. It is made anew.")
+    facts = _read_manifest(folder)
+    _check_files(folder, facts["files"])
     keys = len(layout.keys)
     counts = [facts["distinct"]] * keys + [facts["rows"]] * len(layout.values)
     columns = [
         _open(folder / name, kind, count) for (name, kind), count in zip(layout.columns.items(), counts, strict=True)
     ]
-    hashes, times, starts = (_buffer(_part(folder / name, "data")) for name in (HASH, TIME, STARTS))
-    index = KeyIndex.of_sorted(np.frombuffer(hashes, np.uint64), columns[:keys], facts["most"])
+    of_keys, times, starts = (_buffer(_part(folder / name, "data")) for name in (HASH, TIME, STARTS))
+    hashes = np.frombuffer(of_keys, np.uint64)
+    if len(hashes) and hash_keys([column[:1] for column in columns[:keys]])[0] != hashes[0]:
+        raise _damaged(folder, f"{HASH}.data", "the hashes that keys have now", "others")
+    index = KeyIndex.of_sorted(hashes, columns[:keys], facts["most"])
     return TimedIndex(index, np.frombuffer(times, np.int64), np.frombuffer(starts, np.int64), columns[keys:])
+
+
+def _read_manifest(folder: Path) -> Any:
+    checksum, _, content = (folder / MANIFEST).read_bytes().partition(b"\n")
+    if checksum != b"%08x" % crc32(content):
+        raise _damaged(folder, MANIFEST, "what was written", "other content")
+    return json.loads(content)
+
+
+def _check_files(folder: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    """Compares sizes, and checksums unless a process did so shortly before and no file has changed since."""
+    stamps = {}
+    for name, (size, _) in files.items():
+        status = (folder / name).stat() if (folder / name).exists() else None
+        if status is None or status.st_size != size:
+            raise _damaged(folder, name, f"{size} bytes", "no file" if status is None else f"{status.st_size}")
+        stamps[name] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    note, content = folder / CHECKED, json.dumps(stamps)
+    with suppress(OSError):
+        if time.time() - note.stat().st_mtime < CHECKED_SECONDS and note.read_bytes() == content.encode():
+            return
+    for name, (_, checksum) in files.items():
+        if (found := _checksum(folder / name)) != checksum:
+            raise _damaged(folder, name, f"checksum {checksum:08x}", f"{found:08x}")
+    with suppress(OSError):  # another user's folder, or a full disk: the next process compares, too
+        write_text(note, content)
+
+
+def _checksum(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while part := file.read(CHECKED_AT_ONCE):
+            found = crc32(part, found)
+    return found
+
+
+def _damaged(folder: Path, name: str, expected: str, actual: str) -> StorageError:
+    return StorageError(f"{folder / name}", expected, actual, f"Delete {folder}. It is made anew.")
 
 
 def _open(path: Path, kind: pa.DataType, count: int) -> pa.Array:

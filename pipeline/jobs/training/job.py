@@ -22,7 +22,7 @@ from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.config import refuse_outcomes
-from pipeline.jobs.code_version import hash_sources, read_commit
+from pipeline.jobs.code_version import hash_lock_file, hash_sources, read_commit
 from pipeline.jobs.training.identity import LEARNED, describe_rows, digest
 from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
@@ -34,7 +34,7 @@ from pipeline.transforms.plan.carry_over import Start
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import resolve
 from storage.arrow import is_text
-from storage.artifacts import MADE_AGAIN, read_line, read_note, write_text
+from storage.artifacts import MADE_AGAIN, read_checked, read_line, read_note, write_checked, write_text
 from storage.filters import check_filter
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
@@ -416,11 +416,11 @@ def _fit_once(spec: DataSpec, warehouse: Warehouse, plans: Path) -> Plan:
     if not spec.plan.unfitted():
         return spec.plan
     fitted_on = spec.model_dump(mode="json", include={"snapshot", "selection", "plan", "joined"})
-    path = plans / f"{digest({'code': hash_sources(), **fitted_on})}.json"
+    path = plans / f"{digest({'code': hash_sources(), 'libraries': hash_lock_file(), **fitted_on})}.json"
     if path.exists():
-        return read_note(path, Plan, MADE_AGAIN)
+        return read_checked(path, Plan, MADE_AGAIN)
     plan = fit_plan(spec, warehouse)
-    write_text(path, plan.model_dump_json())
+    write_checked(path, plan.model_dump_json())
     return plan
 
 

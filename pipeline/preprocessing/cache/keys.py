@@ -2,16 +2,14 @@
 
 import hashlib
 import os
-import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 
 import numpy as np
 
 from models.config import SparseFeature
 from pipeline.data.joined.reader import FeatureJoinReader, Reader
 from pipeline.data.selection import Selection
-from pipeline.processes.process import PACKAGES
+from pipeline.processes.code import hash_code
 from pipeline.transforms.ops import PlannedOp
 from pipeline.transforms.ops.discrete import GetLocalHour
 from pipeline.transforms.ops.zones import zone_offsets
@@ -25,19 +23,7 @@ LABEL, WEIGHT, SESSION = ":label", ":weight", ":session"
 ROOMS = ("models", "pipeline/data", "pipeline/preprocessing", "pipeline/transforms", "storage")
 """Folders with the code that makes columns."""
 LIBRARIES = ("numba", "numpy", "pyarrow")
-
-
-def hash_code() -> str:
-    """Returns a hash of the code that makes columns, and of the libraries that it uses."""
-    digest = hashlib.sha256(" ".join([platform.machine(), *map(version, LIBRARIES)]).encode())
-    for path in sorted(path for room in ROOMS for path in (PACKAGES / room).rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(PACKAGES)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
-
-
-CODE = hash_code()
-"""Of the code as it is imported. Later, the files on the disk may be newer than what runs."""
+CODE = hash_code(ROOMS, LIBRARIES)
 
 
 class CacheKeys:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 
+from pipeline.data.joined import sorting
 from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
 from pipeline.data.joined.sorting import SortedLayout, open_sorted
 from pipeline.data.joined.source import PinnedSource, SourceRows, contents_by_day, pin_sources
@@ -146,6 +147,26 @@ def test_a_table_of_the_warehouse_is_a_log_and_later_events_are_not_in_its_snaps
     assert read(open_reader(warehouse, snapshot, ["item"], None, joined)).column("item").to_pylist() == expected
     newer = pin_sources([history], Path(), warehouse)
     assert read(open_reader(warehouse, snapshot, ["item"], None, newer)).column("item").to_pylist() != expected
+
+
+def test_another_version_of_the_code_sorts_anew(tmp_path, warehouse, monkeypatch):
+    snapshot = stored(warehouse, sample_rows(np.random.default_rng(1)))
+    pq.write_table(events(np.random.default_rng(2)), tmp_path / "log.parquet")
+    history = History(
+        path="log.parquet", on=["user"], time="time", as_of="at", last=3, prefix="seen_", columns=["item"]
+    )
+    joined = pin_sources([history], tmp_path, warehouse)
+
+    def folder():
+        reader = open_reader(warehouse, snapshot, ["row", "seen_item"], None, joined)
+        read(reader)
+        return reader.sides[0].sorted_folder
+
+    first = folder()
+    assert folder() == first
+    monkeypatch.setattr(sorting, "CODE", "another")
+    assert folder() != first
+    assert len([path for path in first.parent.iterdir() if path.is_dir()]) == 2
 
 
 @pytest.mark.parametrize("delay", [0, 86_400])

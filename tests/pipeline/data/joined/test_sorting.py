@@ -16,7 +16,7 @@ import pytest
 from pipeline.data.joined import index as joined_index
 from pipeline.data.joined import sorting
 from pipeline.data.joined.index import TimedIndex
-from pipeline.data.joined.sorting import MANIFEST, UNUSED_SECONDS, SortedLayout, open_sorted
+from pipeline.data.joined.sorting import CHECKED, MANIFEST, UNUSED_SECONDS, SortedLayout, open_sorted
 from pipeline.data.joined.source import SourceRows
 from pipeline.errors import DataError, StorageError
 
@@ -159,6 +159,57 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a" / "value0.data"
     os.truncate(path, path.stat().st_size - 4)
     with pytest.raises(StorageError, match=r"value0\.data: expected \d+ bytes, got \d+\. Delete .*a\. It is made anew"):
+        open_sorted(lambda: parts([], 1), LAYOUT, tmp_path / "a", "log")
+
+
+def _files_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.stat().st_size and path.name != CHECKED)
+
+
+@pytest.mark.parametrize("where", [0.0, 0.5, 0.999])
+def test_a_flipped_bit_in_any_file_is_refused(where: float, tmp_path: Path) -> None:
+    """Also if the process that opens them has compared checksums before, and size and time of the file stay."""
+    folder = tmp_path / "a"
+    open_sorted(lambda: parts(draw(6, 50), 60), LAYOUT, folder, "log")
+    names = _files_of(folder)
+    assert MANIFEST in names
+    assert len(names) > 20
+    for name in names:
+        content, status = (folder / name).read_bytes(), (folder / name).stat()
+        changed = bytearray(content)
+        changed[int(where * len(content))] ^= 1
+        (folder / name).write_bytes(changed)
+        os.utime(folder / name, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(StorageError, match=rf"/{name}: expected .*, got .*\. Delete .*a\. It is made anew"):
+            open_sorted(lambda: parts([], 1), LAYOUT, folder, "log")
+        (folder / name).write_bytes(content)
+        open_sorted(lambda: parts([], 1), LAYOUT, folder, "log")
+
+
+def test_checksums_are_compared_once_while_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    whole = sorting._checksum
+    monkeypatch.setattr(sorting, "_checksum", lambda path: read.append(path.name) or whole(path))
+    counts = []
+    for age in (0, 0, 0, sorting.CHECKED_SECONDS + 60, 0):
+        if age:
+            past = time.time() - age
+            os.utime(tmp_path / "a" / CHECKED, (past, past))
+        read.clear()
+        open_sorted(lambda: parts(draw(6, 50), 60), LAYOUT, tmp_path / "a", "log")
+        counts.append(len(read))
+    files = len(_files_of(tmp_path / "a")) - 1
+    assert counts[0] >= 2 * files  # made and compared
+    assert counts[3] >= files
+    assert counts[1:3] + counts[4:] == [0, 0, 0]
+
+
+def test_files_of_another_hash_of_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_sorted(lambda: parts(draw(6, 50), 60), LAYOUT, tmp_path / "a", "log")
+    own = sorting.hash_keys
+    for place in (sorting, joined_index):
+        monkeypatch.setattr(place, "hash_keys", lambda keys: own(keys) + np.uint64(1))
+    with pytest.raises(StorageError, match=r"expected the hashes that keys have now, got others\. Delete"):
         open_sorted(lambda: parts([], 1), LAYOUT, tmp_path / "a", "log")
 
 

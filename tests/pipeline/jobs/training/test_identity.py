@@ -1,6 +1,7 @@
 """A training is named by what it learns from, and an interrupted one is found again by that name."""
 
 import datetime
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,17 @@ def test_a_damaged_plan_is_named(home: Path) -> None:
     (path,) = (home / PLANS / "smoke").iterdir()
     path.write_text("{")
     with pytest.raises(StorageError, match=f"{path.name}.*Remove it"):
+        pin(seed=7)
+
+
+def test_a_plan_with_another_digit_is_named(home: Path) -> None:
+    pin()
+    (path,) = (home / PLANS / "smoke").iterdir()
+    digit = re.search(r"\d\.\d\d(\d)", text := path.read_text())
+    assert digit is not None
+    at = digit.start(1)
+    path.write_text(f"{text[:at]}{(int(text[at]) + 1) % 10}{text[at + 1 :]}")
+    with pytest.raises(StorageError, match=f"{path.name}.*expected what an earlier command wrote.*Remove it"):
         pin(seed=7)
 
 
