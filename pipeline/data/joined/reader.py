@@ -17,9 +17,9 @@ from pipeline.data.joined import sorting
 from pipeline.data.joined.index import KeyIndex, TimedIndex, TimedRows, cut_lists
 from pipeline.data.joined.sorting import MANIFEST, SortedLayout, open_sorted
 from pipeline.data.joined.source import FeatureSource, PinnedSource, SourceRows, added_columns, to_filter_schema
+from pipeline.data.joined.window_sums import WindowSums
 from pipeline.data.stored import MICROS, to_key_form, to_micros, to_numbers
 from pipeline.transforms.joins import EventWindow, FeatureJoin, History
-from pipeline.transforms.kernels.histories import sum_values
 from storage.filters import parse_filter
 from storage.reader import Fragment, SnapshotReader, SnapshotRef
 from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, keep_rows, make_mask
@@ -49,6 +49,7 @@ class SourceColumns:
             self.made = source.source.made(list(source.added))
             self.loaded = list(dict.fromkeys(of for of, _, _ in map(self.made.__getitem__, names) if of is not None))
         self.cache: dict[datetime.date | None, KeyIndex | TimedIndex] = {}
+        self.sums = WindowSums()
         self.rows = self.matched = 0
 
     def look_up(self, columns: Mapping[str, pa.Array], day: datetime.date) -> list[pa.Array]:
@@ -79,8 +80,8 @@ class SourceColumns:
     def _take_windows(self, window: EventWindow, index: TimedIndex, rows: TimedRows) -> list[pa.Array]:
         begins = {seconds: index.places(rows, MICROS * seconds, until=False) for seconds in window.seconds}
         sums = {
-            (name, seconds): sum_values(values.to_numpy(), begin, rows.end)
-            for name, values in zip(self.loaded, index.values, strict=True)
+            (name, seconds): self.sums.find(number, index, rows.numbers, begin, rows.end)
+            for number, name in enumerate(self.loaded)
             for seconds, begin in begins.items()
         }
         found = []
