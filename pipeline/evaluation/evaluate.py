@@ -207,7 +207,7 @@ class Evaluation:
         if overall.rows == 0:
             raise EmptyDatasetError("evaluation rows", "at least one", "none", "Check split and filter.")
         by_log_odds = self.model.by_log_odds[0]
-        roc, precision_recall = ([], []) if overall.auc is None else curves(by_log_odds)
+        roc, precision_recall = ([], []) if overall.auc is None else curves(self.model.ranked.of(0))
         too_many = f"more than {MOST_VALUES:,} values"
         low, high = self._bounds(overall.ne, self.model.ne_error())
         return EvalReport(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 
@@ -25,6 +26,8 @@ WITH ranked AS (
 SELECT count(*), sum(n), sum(CAST(round((doubled / 2 - p * (p + 1) / 2) / (p * (n - p)) * ?) AS HUGEINT) * n), sum(n)
 FROM units WHERE p > 0 AND p < n
 """
+BROKEN = "SELECT count(*) - count(*) FILTER (probability >= 0 AND probability <= 1) FROM read_parquet(?)"
+"""To DuckDB, NaN is the largest number. A WHERE would skip files by statistics, which leave NaN out."""
 WEIGHT_STEPS = 10_000
 """Weights are rounded to whole steps of 1 / WEIGHT_STEPS, for the same reason."""
 WEIGHTED = """
@@ -47,11 +50,13 @@ class GroupedAuc(BaseModel, frozen=True):
     """Mean AUC over groups, each weighted by its rows or by the sum of their weights."""
 
     gauc: float | None
-    """None: no group has labels of both kinds."""
+    """None: no group has labels of both kinds, or a row has no valid probability."""
     groups: int
     """Groups with labels of both kinds. The others have no AUC and do not count."""
     rows: int
     """Their rows."""
+    broken: int = 0
+    """Rows of any group whose prediction is no probability. They have no rank."""
 
 
 class GroupedPredictions:
@@ -79,7 +84,7 @@ class GroupedPredictions:
         if self.writer is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.writer = pq.ParquetWriter(self.folder / f"{uuid.uuid4().hex}.parquet", rows.schema)
-        self.writer.write_table(rows.drop_null())
+        self.writer.write_table(rows.filter(pc.is_valid(rows["unit"])))
 
     def close(self) -> None:
         """Closes the file. Its rows count from here on."""
@@ -97,8 +102,10 @@ class GroupedPredictions:
                 weighted = bool(files) and "weight" in pq.read_schema(files[0]).names
                 query = WEIGHTED if weighted else QUERY
                 found = connection.execute(query, [files, STEPS]).fetchone() if files else None
+                broken = connection.execute(BROKEN, [files]).fetchall()[0][0] if files else 0
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(self.folder, ignore_errors=True)
         groups, rows, total, weight = found if found is not None else (0, 0, 0, 0)
-        return GroupedAuc(gauc=int(total) / STEPS / int(weight) if rows else None, groups=groups, rows=int(rows or 0))
+        gauc = int(total) / STEPS / int(weight) if rows and not broken else None
+        return GroupedAuc(gauc=gauc, groups=groups, rows=int(rows or 0), broken=broken)

@@ -126,24 +126,24 @@ def quality(
     )
 
 
-def auc(by_log_odds: Floats) -> float:
+def auc(by_prediction: Floats) -> float:
     """Returns the chance that a positive row ranks above a negative one. Ties count half.
 
     Shapes:
-        by_log_odds: [bins, 2]: weight of rows and of positive rows, in the order of rising predictions.
+        by_prediction: [bins, 2]: weight of rows and of positive rows, in the order of rising predictions.
     Source:
         Mann and Whitney 1947: the U statistic over midranks.
     """
-    positives = by_log_odds[:, 1]
-    negatives = by_log_odds[:, 0] - positives
+    positives = by_prediction[:, 1]
+    negatives = by_prediction[:, 0] - positives
     below = np.cumsum(negatives) - 0.5 * negatives
     return float((positives * below).sum() / (positives.sum() * negatives.sum()))
 
 
-def average_precision(by_log_odds: Floats) -> float:
+def average_precision(by_prediction: Floats) -> float:
     """Returns the area under precision over recall, as steps: the mean precision at the positive rows."""
-    rows, hits = (np.cumsum(by_log_odds[::-1, column]) for column in (0, 1))
-    gained = by_log_odds[::-1, 1]
+    rows, hits = (np.cumsum(by_prediction[::-1, column]) for column in (0, 1))
+    gained = by_prediction[::-1, 1]
     found = gained > 0.0
     return float((gained[found] * (hits[found] / rows[found])).sum() / hits[-1])
 
@@ -168,10 +168,10 @@ def equal_bins(by_log_odds: Floats, predicted: Floats, count: int = 20) -> list[
     return [Bin(rows=round(n), predicted=float(p / n), observed=float(y / n)) for n, y, p in bins if n]
 
 
-def curves(by_log_odds: Floats, points: int = 200) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+def curves(by_prediction: Floats, points: int = 200) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Returns (false positive rate, true positive rate) and (recall, precision) points, in the order of falling
     predictions. Both are empty where undefined."""
-    rows, hits = (np.cumsum(by_log_odds[::-1, column]) for column in (0, 1))
+    rows, hits = (np.cumsum(by_prediction[::-1, column]) for column in (0, 1))
     total, positives = rows[-1], hits[-1]
     if not 0.0 < positives < total:
         return [], []

@@ -19,15 +19,19 @@ from pipeline.evaluation.metrics import (
     Integers,
     Moments,
     Quality,
+    auc,
+    average_precision,
     log_odds_bins,
     losses,
     ne_error,
     quality,
 )
+from pipeline.evaluation.ranked import RankedSums
 
 FINE_BINS, COARSE_BINS = 1 << 16, 1 << 12
-"""Bins of log-odds. Fine ones for all rows: AUC is right to 1e-5 (4,000 rows; closer for more). Coarse ones for a
-slice: to 1e-4."""
+"""Bins of log-odds, fine ones for all rows and coarse ones for a slice. AUC and PR-AUC are exact for up to twice as
+many different predictions; for more, rows whose predictions are next to each other count as equal, about 1 / bins of
+all rows at most."""
 MOST_VALUES = 1_000
 """Values of a slice column. A column with more of them has no slices."""
 UNIT_GROUPS = 1_024
@@ -48,7 +52,9 @@ class MemberSums:
         """
         for name, array in vars(self).items():
             added = getattr(other, name)
-            if members is None:
+            if isinstance(array, RankedSums):
+                array.merge(added, members)
+            elif members is None:
                 array += added
             else:
                 array[np.array(members, np.int64)] += added[: len(members)]
@@ -56,6 +62,8 @@ class MemberSums:
     def grow(self, members: int) -> None:
         """Makes room for so many members."""
         for name, array in vars(self).items():
+            if isinstance(array, RankedSums):
+                continue
             more = np.zeros((members - len(array), *array.shape[1:]))
             setattr(self, name, np.concatenate([array, more]))
 
@@ -71,6 +79,7 @@ class MetricSums(MemberSums):
         by_log_odds: float64 [K, bins, 2]: weight of rows and of positive rows.
         by_width: float64 [K, ECE_BINS, 3]: the same and weighted predictions, by probability.
         predicted: float64 [K, bins], weighted predictions by log-odds. For all rows only.
+        ranked: weight of rows and of positive rows by prediction.
     """
 
     def __init__(self, members: int = 1, bins: int = FINE_BINS) -> None:
@@ -79,6 +88,7 @@ class MetricSums(MemberSums):
         self.by_log_odds = np.zeros((members, bins, 2))
         self.by_width = np.zeros((members, ECE_BINS, 3))
         self.predicted = np.zeros((members, bins if bins == FINE_BINS else 0))
+        self.ranked = RankedSums(bins)
 
     def add(
         self,
@@ -105,6 +115,7 @@ class MetricSums(MemberSums):
         loss, positive, predicted = losses(labels, probabilities), weights * labels, weights * probabilities
         _add(self.sums, at, (1.0, 0.0, weights, positive, predicted, weights * loss))
         _add_moments(self.moments, at, labels, loss, weights)
+        self.ranked.add(at, probabilities, weights, positive)
         count = self.by_log_odds.shape[1]
         bins = at * count + log_odds_bins(probabilities, count)
         _add(self.by_log_odds, bins, (weights, positive))
@@ -123,7 +134,11 @@ class MetricSums(MemberSums):
         _, broken, weight, positives, predicted, loss = self.sums[member].tolist()
         by_log_odds, by_width = self.by_log_odds[member], self.by_width[member]
         rows = int(self.rows[member])
-        return quality(rows, weight, positives, predicted, loss, by_log_odds, by_width, int(broken))
+        found = quality(rows, weight, positives, predicted, loss, by_log_odds, by_width, int(broken))
+        if found.auc is None:
+            return found
+        ranked = self.ranked.of(member)
+        return found.model_copy(update={"auc": auc(ranked), "pr_auc": average_precision(ranked)})
 
     def ne_error(self, member: int = 0) -> float | None:
         """Returns the standard error of a member's NE, with rows as independent draws."""
@@ -190,7 +205,7 @@ class CalibrationSums(MemberSums):
             units, weights: As in `PairedSums.add`.
         """
         other = np.zeros(len(labels)) if theirs is None else theirs
-        values = np.nan_to_num(np.stack([labels, ours, other], axis=1))
+        values = np.nan_to_num(np.stack([labels, ours, other], axis=1), posinf=0.0, neginf=0.0)
         values *= 1.0 if weights is None else weights[:, None]
         _add(self.by_unit, units, tuple(values.T))
         self.products += np.einsum("ni,nj->ij", values, values)  # not BLAS: its bits depend on the threads
