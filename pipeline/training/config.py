@@ -137,7 +137,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     max_steps: PositiveInt | None = None
     """Updates to make in total; a resumed run counts those already made. None: `epochs` decides."""
     embedding_kernel: Annotated[Literal["auto", "fbgemm", "numba"], PLACEMENT] = "auto"
-    """Kernel that looks up and updates tables. numba: ours, for CPU. auto: ours where possible, else FBGEMM's."""
+    """Kernel that looks up and updates tables. numba: ours, for CPU. auto: ours where possible, else FBGEMM's.
+    Tables in fp16 on CPU have ours whatever this says."""
     table_optimizer: Literal["rowwise_adagrad", "adagrad", "sgd", "adam"] = "rowwise_adagrad"
     """Exact optimizer of the tables. Rows that a batch does not read stay unchanged, with adam too."""
     table_learning_rate: PositiveFloat = 0.05
@@ -149,7 +150,8 @@ class TrainConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     table_gradient_limit: PositiveFloat | None = None
     """Clips each element of a bag's gradient to [-this, this] before it reaches the rows. None: no clipping."""
     table_precision: Literal["fp32", "fp16"] = "fp32"
-    """Data type of the tables. fp16 halves their memory and needs FBGEMM's kernel. Exported weights are fp32."""
+    """Data type of the tables. fp16 halves their memory. Updates are rounded to fp16 at random, so that small ones
+    count in the mean. Exported weights are fp32."""
     dense_optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     """Optimizer of all parameters except the tables. adamw decays weights apart from the gradient, the others through
     it."""

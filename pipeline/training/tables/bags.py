@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ KINDS = {
     EmbOptimType.ADAM: kernels.ADAM,
 }
 NOTHING = np.empty(0, np.float32)
+NO_ROWS = np.empty(0, np.int64)
 SUMS_BYTES = 16 << 20
 """Memory of a thread for the gradients of rows."""
 
@@ -46,8 +47,8 @@ def use_table_kernel(config: TrainConfig, device: torch.device, ours: "type[Numb
 
 
 def uses_fbgemm(config: TrainConfig, device: str) -> bool:
-    """Whether tables use FBGEMM's kernel."""
-    return config.embedding_kernel == "fbgemm" or config.table_precision != "fp32" or device != "cpu"
+    """Whether tables use FBGEMM's kernel. On CPU it rounds fp16 to the nearest number, which loses small updates."""
+    return device != "cpu" or (config.embedding_kernel == "fbgemm" and config.table_precision == "fp32")
 
 
 def require_fbgemm(config: TrainConfig, device: str) -> None:
@@ -78,6 +79,20 @@ def set_update_number(bags: SplitTableBatchedEmbeddingBagsCodegen, number: int) 
             counter.fill_(number - 1)  # the pass adds 1 first
 
 
+class HeldTables(NamedTuple):
+    """Tables as the loops read and write them (see `kernels.update`)."""
+
+    weights: np.ndarray
+    moment: np.ndarray
+    second: np.ndarray
+    features: np.ndarray
+    """int64 [F, 4]: offset in `weights`, rows, width, first column of its vectors."""
+    tables: np.ndarray
+    indices: np.ndarray
+    rows: np.ndarray = NO_ROWS
+    """int64 [rows], where each row of copied tables is from."""
+
+
 class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
     """Pooled lookups in the tables of a rank, and their exact optimizer in the backward pass, on several threads.
 
@@ -97,9 +112,12 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         Mudigere et al. 2022, arXiv:2104.05158, section 4.1 (exact, deterministic sparse optimizers).
     """
 
+    precision = SparseType.FP32
+    """Of the tables."""
+
     def __init__(self, embedding_specs: list[Any], **settings: Any) -> None:
         chosen = settings.get("optimizer", EmbOptimType.EXACT_SGD)
-        if settings.get("weights_precision", SparseType.FP32) != SparseType.FP32 or chosen not in KINDS:
+        if settings.get("weights_precision", SparseType.FP32) != self.precision or chosen not in KINDS:
             raise NotImplementedError(f"{settings.get('weights_precision')} tables with {chosen}")
         self.limit = settings["max_gradient"] if settings.get("gradient_clipping") else np.inf
         self.kind = KINDS[chosen]
@@ -114,7 +132,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         """Whether ids outside the tables are those of other ranks; see `place`."""
         self.steps = 0
         """Number of the next update, counted from 1. See `set_update_number`."""
-        self.second = torch.zeros_like(self.weights_host.detach()) if self.kind == kernels.ADAM else torch.empty(0)
+        numbers = len(self.weights_host) if self.kind == kernels.ADAM else 0
+        self.second = torch.zeros(numbers, dtype=torch.float32)
         rows, widths = np.array([spec[0] for spec in embedding_specs]), np.array([spec[1] for spec in embedding_specs])
         origin = np.array(self.weights_physical_offsets)
         first_row = np.concatenate([[0], np.cumsum(rows)])
@@ -180,7 +199,8 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         bags = (len(offsets) - 1) // len(self.features)
         if out is None:
             out = torch.empty(bags, self.total_D).numpy()  # NumPy's own asks for huge pages, which can take 50 ms
-        tables = (self._numbers("weights_host"), self.features)
+        held = self.hold(indices, offsets, False)
+        tables, indices = (held.weights, held.features), held.indices
         bounds = [bags * n // self.threads for n in range(self.threads + 1)]
         parts = [(out, *bounds[n : n + 2]) for n in range(self.threads)]
         if id_weights is not None:
@@ -196,8 +216,7 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         self, indices: np.ndarray, offsets: np.ndarray, id_weights: np.ndarray | None, gradient: torch.Tensor
     ) -> None:
         """Makes one optimizer step with the gradient of the pooled vectors, float32 [B, sum of widths]."""
-        weights, mean = self._numbers("weights_host"), self.pooling_mode == PoolingMode.MEAN
-        moment = NOTHING if self.kind == kernels.SGD else self._numbers("momentum1_host")
+        mean, held = self.pooling_mode == PoolingMode.MEAN, self.hold(indices, offsets, True)
         given = self.optimizer_args
         numbers = [self.get_learning_rate(), given.eps, given.weight_decay, self.limit, given.beta1, given.beta2]
         corrections = [1.0 - given.beta1**self.steps, 1.0 - given.beta2**self.steps]
@@ -205,11 +224,26 @@ class NumbaBags(SplitTableBatchedEmbeddingBagsCodegen):
         flat = gradient if gradient.stride(1) == 1 else gradient.contiguous()
         stride = flat.stride(0)
         numbers_in_memory = (len(flat) - 1) * stride + flat.shape[1] if len(flat) else 0
-        common = (self.kind, weights, moment, self._numbers("second"), settings, self.tables, self.members)
+        common = (self.kind, held.weights, held.moment, held.second, settings, held.tables, self.members)
         numbers_of = flat.as_strided((numbers_in_memory,), (1,)).numpy()
-        batch = (mean, indices, offsets, id_weights, numbers_of, stride, self.slots)
+        batch = (mean, held.indices, offsets, id_weights, numbers_of, stride, self.slots)
         shares = zip(self._share_out(offsets), self.rows_seen, self.sums, strict=False)  # of `threads` at most
         self.loops.run(kernels.update, [(*common, tasks, *batch, *scratch) for tasks, *scratch in shares])
+        self.release(held)
+
+    def hold(self, indices: np.ndarray, offsets: np.ndarray, state: bool) -> HeldTables:
+        """Returns the tables for a batch.
+
+        Args:
+            state: Whether to get the optimizer's state, too, for an update.
+        """
+        moment = self._numbers("momentum1_host") if state and self.kind != kernels.SGD else NOTHING
+        return HeldTables(
+            self._numbers("weights_host"), moment, self._numbers("second"), self.features, self.tables, indices
+        )
+
+    def release(self, held: HeldTables) -> None:
+        """Takes the tables back after an update."""
 
     def get_optimizer_state(self) -> list[dict[str, torch.Tensor]]:
         """Returns the state by table, in the form that TorchRec saves in checkpoints."""

@@ -12,6 +12,7 @@ from pipeline.training.config import TrainConfig
 from pipeline.training.dense import use_cpu_modules
 from pipeline.training.optim import fill_tables, fuse_table_optimizer, init_tables
 from pipeline.training.tables.bags import NumbaBags, use_table_kernel, uses_fbgemm
+from pipeline.training.tables.half import HalfBags
 from pipeline.training.tables.plan import ShardingPlan
 from pipeline.training.tables.planner import plan_sharding
 from pipeline.training.tables.sharding import apply_plan, to_torchrec
@@ -45,10 +46,11 @@ def shard_model(
     fuse_table_optimizer(model, config, to_torchrec(plan, device))
     lockstep = config.sync == "synchronous"
     group = None if lockstep else dist.new_subgroups(1)[0]  # each rank has all tables, in shared memory
-    with use_table_kernel(config, device, NumbaBags if lockstep else SharedBags):
+    half = config.table_precision == "fp16"
+    with use_table_kernel(config, device, HalfBags if half else NumbaBags if lockstep else SharedBags):
         whole = apply_plan(model, plan, device, config.vector_communication, config.gradient_communication, group)
     exact = (config.vector_communication, config.gradient_communication) == ("fp32", "fp32")
-    if lockstep and dist.get_world_size() > 1 and exact and not uses_fbgemm(config, device.type):
+    if lockstep and dist.get_world_size() > 1 and exact and not half and not uses_fbgemm(config, device.type):
         share_exchange(whole, model.names)
     inner = get_unwrapped_module(whole)
     if config.compile:
