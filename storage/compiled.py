@@ -1,6 +1,8 @@
 """How the project's loops become machine code."""
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -8,7 +10,22 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from storage.numba_private import add_stamp
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def hash_sources(packages: Path) -> str:
+    """Returns a hash of all source files with loops. A loop has the code of the functions that it calls in others."""
+    digest = hashlib.sha256()
+    for path in sorted(path for room in ("pipeline", "storage") for path in (packages / room).rglob("*.py")):
+        if b"storage.compiled" in (content := path.read_bytes()):
+            digest.update(f"{path.relative_to(packages)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+SOURCES = hash_sources(Path(__file__).resolve().parents[1])
+"""Version of all loops. Numba itself looks only at the file of a loop when it takes its code from the disk."""
 
 
 def compiled(function: F) -> F:
@@ -16,19 +33,25 @@ def compiled(function: F) -> F:
 
     Sums keep their order, also in a loop that `compiled_fast` calls: without a word numba would inherit its freedom.
     """
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=False)(function))
+    return _compiled(function, fastmath=False)
 
 
 def compiled_fast(function: F) -> F:
     """Compiles a loop as `compiled` does. The compiler may also reorder sums to take them in vectors."""
     fast = {"reassoc", "contract", "nsz"}
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy", fastmath=fast)(function))
+    return _compiled(function, fastmath=fast)
+
+
+def _compiled(function: F, **options: Any) -> F:
+    loop = numba.njit(cache=True, nogil=True, error_model="numpy", **options)(function)
+    add_stamp(loop, SOURCES)
+    return cast(F, loop)
 
 
 def inlined(function: F) -> F:
     """Makes a function a part of each compiled loop that calls it, which also decides whether sums may be reordered.
 
-    For loops of the same file: the cache on disk does not notice that a function of another file has changed.
+    For loops of the same file.
     """
     return cast(F, numba.njit(inline="always", nogil=True, error_model="numpy")(function))
 
