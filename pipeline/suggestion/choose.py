@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pipeline.data.alone import STRONG_AUC
 from pipeline.errors import ConfigError
 from pipeline.suggestion.facts import ColumnFacts, TableFacts
 from pipeline.suggestion.shape import Shape, choose_shape
@@ -21,8 +22,6 @@ FEW_IDS = 50
 """Integers with at most this many distinct values are categories."""
 ROWS_AN_ID = 5
 """An id with fewer rows has too few to learn from."""
-LEAK = 0.95
-"""A column with a higher correlation with the label counts as a leak."""
 CALENDAR = 0.98
 """A column with a higher correlation with the day only says which day it is."""
 OWN_DAYS = 1.5
@@ -101,6 +100,13 @@ class Suggestion:
     def of(self, use: str) -> list[Choice]:
         """Returns the columns of one use."""
         return [choice for choice in self.choices if choice.use == use]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should look at: features that tell much of the label by themselves."""
+        strong = [choice.fact for choice in self.choices if choice.features and choice.fact.alone.auc > STRONG_AUC]
+        says = "by itself has an AUC of {:.2f}: keep it only if it is known before the label is"
+        return tuple(f"'{fact.name}' {says.format(fact.alone.auc)}" for fact in strong)
 
     @property
     def derived(self) -> list[Mapping[str, Any]]:
@@ -204,11 +210,8 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) 
         return not_features.get(fact.name, "no values")
     if any(fnmatch.fnmatchcase(fact.name.lower(), pattern) for pattern in LEAK_NAMES):
         return "leaks the label, judging by its name"
-    for what, value in (("its values", fact.correlation), ("having a value", fact.presence)):
-        if value is not None and abs(value) > LEAK:
-            return f"leaks the label: correlation of {what} with it {value:.3f}"
-    if fact.purity is not None and fact.purity > LEAK and fact.distinct > 1:
-        return f"leaks the label: its values alone give {fact.purity:.1%} of the rarer label"
+    if fact.alone.leaks:
+        return f"leaks the label: {fact.alone.words}"
     if is_time:
         return None
     if fact.kind == "other":

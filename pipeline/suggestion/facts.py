@@ -12,7 +12,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.data.alone import Alone
 from pipeline.data.profile import Rows, measure_columns
+from pipeline.suggestion.leaks import look_at_columns
 from storage.query import quote
 from storage.reader import DAY
 
@@ -26,8 +28,6 @@ MOST_CODES = 1 << 16
 """Whole numbers with more values are not tested for roughness."""
 FEWEST_CODES = 12
 """Nor are those with fewer."""
-FEW_PURE = 64
-"""Columns with up to this many values are tested for purity."""
 GROUPED_AT_A_TIME = 30
 """How many columns are grouped in one pass."""
 Counts = npt.NDArray[np.float64]
@@ -51,10 +51,8 @@ class ColumnFacts:
     deviation: float | None = None
     minimum: float | None = None
     maximum: float | None = None
-    correlation: float | None = None
-    """Correlation of the values with the label. None: no numbers, or constant."""
-    presence: float | None = None
-    """Correlation of having a value with the label."""
+    alone: Alone = Alone()
+    """What it tells of the label by itself."""
     by_day: float | None = None
     """Correlation of the values with the day."""
     days_a_value: float | None = None
@@ -70,8 +68,6 @@ class ColumnFacts:
     roughness: float | None = None
     """By how many deviations the label rate differs between neighbouring whole numbers. A count has about 0, a code
     more. None: not tested."""
-    purity: float | None = None
-    """Share of the rarer label's rows that the most frequent label of each value gets right. None: many values."""
     values: Mapping[str, tuple[int, int]] | None = None
     """Value -> (rows, rows with label 1), of text with few values."""
 
@@ -127,12 +123,23 @@ def observe(
     as_one = f"SELECT * REPLACE (DATE '{ALL}' AS {DAY}) FROM"
     measured = measure_columns(connection, lambda names: f"({as_one} {rows(names)})", columns, total, {label})
     found = {row["column"]: row for row in measured.to_pylist()}
-    looks = look_closer(connection, rows, columns, label)
-    facts = [_fact(found[name], kind, looks.get(name, {})) for name, kind in columns.items()]
+    looks = look_closer(connection, rows, {name: kind for name, kind in columns.items() if name != label})
+    kinds = {name: "time" if is_time(kind) else found[name]["kind"] for name, kind in columns.items()}
+    kinds = {name: kind for name, kind in kinds.items() if kind != "other"}
+    alone = look_at_columns(connection, rows, kinds, label, total[ALL])
+    facts = [
+        _fact(found[name], kind, {"alone": alone.get(name, Alone()), **looks.get(name, {})})
+        for name, kind in columns.items()
+    ]
     return TableFacts(
         facts=tuple(_with_values(connection, rows, facts, label)),
         days=tuple(_count_days(connection, rows, label)),
     )
+
+
+def is_time(kind: str) -> bool:
+    """Whether a DuckDB type is that of a time."""
+    return kind.startswith("TIMESTAMP") and not kind.endswith("]")
 
 
 def _count_days(connection: duckdb.DuckDBPyConnection, rows: Rows, label: str) -> list[DayFacts]:
@@ -146,16 +153,16 @@ def _fact(row: Mapping[str, Any], kind: str, look: Mapping[str, Any]) -> ColumnF
 
 
 def look_closer(
-    connection: duckdb.DuckDBPyConnection, rows: Rows, types: Mapping[str, str], label: str
+    connection: duckdb.DuckDBPyConnection, rows: Rows, types: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """Returns column -> facts that relate it to the label and the day, and say what its values look like."""
-    names = [name for name in types if name not in (label, DAY)]
+    """Returns column -> facts that relate it to the day, and say what its values look like."""
+    names = [name for name, kind in types.items() if name != DAY and not kind.endswith("]")]
     found: dict[str, dict[str, Any]] = {}
     for start in range(0, len(names), AT_A_TIME):
         part = names[start : start + AT_A_TIME]
-        looks = [_look(name, types[name], label) for name in part]
+        looks = [_look(name, types[name]) for name in part]
         structs = ["{" + ", ".join(f"'{key}': {value}" for key, value in look.items()) + "}" for look in looks]
-        (row,) = connection.sql(f"SELECT {', '.join(structs)} FROM {rows([label, *part])}").fetchall()
+        (row,) = connection.sql(f"SELECT {', '.join(structs)} FROM {rows(part)}").fetchall()
         for name, one in zip(part, row, strict=True):
             known = {key: value for key, value in one.items() if value is not None and value == value}  # noqa: PLR0124
             found[name] = {key: value for key, value in known.items() if key != "present"}
@@ -164,12 +171,9 @@ def look_closer(
     return found
 
 
-def _look(name: str, kind: str, label: str) -> dict[str, str]:
+def _look(name: str, kind: str) -> dict[str, str]:
     """Returns fact -> its aggregate in SQL."""
-    column, outcome = quote(name), quote(label)
-    look = {"presence": f"corr(CAST({column} IS NOT NULL AS INTEGER), {outcome})"}
-    if kind.endswith("]"):
-        return look
+    column, look = quote(name), {}
     pairs = f"approx_count_distinct(row({column}, {DAY})) FILTER ({column} IS NOT NULL)"
     look["days_a_value"] = f"{pairs} / greatest(1, approx_count_distinct({column}))"
     if kind.startswith(("TIMESTAMP", "DATE")):
@@ -177,7 +181,7 @@ def _look(name: str, kind: str, label: str) -> dict[str, str]:
         return look | ({} if kind == "DATE" else {"hours": f"count(DISTINCT hour({column}))"})
     value = f"TRY_CAST({column} AS DOUBLE)"
     finite = f"CASE WHEN abs({value}) < 1e100 THEN {value} END"
-    look |= {"correlation": f"corr({finite}, {outcome})", "by_day": f"corr({finite}, epoch({DAY}))"}
+    look["by_day"] = f"corr({finite}, epoch({DAY}))"
     if kind in ("FLOAT", "DOUBLE"):
         look["whole"] = f"coalesce(bool_and(abs({value}) < 9e15 AND {value} = floor({value})) FILTER ({value} = {value}"
         look["whole"] += f" AND NOT isnan({value})), false)"
@@ -212,10 +216,10 @@ def count_values(
 def _with_values(
     connection: duckdb.DuckDBPyConnection, rows: Rows, facts: Sequence[ColumnFacts], label: str
 ) -> list[ColumnFacts]:
-    """Adds what needs the rows of each value: the counts of few values, purity, and roughness."""
+    """Adds what needs the rows of each value: the counts of few values, and roughness."""
     kinds = {fact.name: fact for fact in facts if fact.name != label and (fact.kind in ("id", "text") or fact.whole)}
     names = [
-        name for name, fact in kinds.items() if 2 <= fact.distinct <= (FEW_PURE if fact.kind == "text" else MOST_CODES)
+        name for name, fact in kinds.items() if 2 <= fact.distinct <= (2 * FEW_VALUES if fact.kind == "text" else MOST_CODES)
     ]
     added: dict[str, dict[str, Any]] = {}
     for name, values, number, positives in count_values(connection, rows, names, label):
@@ -224,9 +228,6 @@ def _with_values(
             more["values"] = {
                 value: (int(count), int(hits)) for value, count, hits in zip(values, number, positives, strict=True)
             }
-        if len(values) <= FEW_PURE:
-            rarer = min(positives.sum(), number.sum() - positives.sum())
-            more["purity"] = float(1.0 - np.minimum(positives, number - positives).sum() / rarer) if rarer else None
         if fact.kind != "text" and len(values) >= FEWEST_CODES:
             more["roughness"] = measure_roughness(number, positives)
     return [replace(fact, **added.get(fact.name, {})) for fact in facts]

@@ -312,6 +312,7 @@ def write(job: DraftJob, seen: Look, tuned: Mapping[str, Mapping[str, Any]] = Ma
     if draft.source is not None and draft.source.day_column and seen.split.by_time:
         apart[draft.source.day_column] = f"gives the column {DAY}"
     suggestion = suggest(seen.observed, label, seen.split, apart)
+    seen = replace(seen, notes=tuple(dict.fromkeys([*seen.notes, *suggestion.notes])))
     suggestion = replace(suggestion, shape=_choose_settings(job, suggestion.shape, tuned))
     rows, days = seen.observed.rows, len(seen.observed.days)
     text = render_config(suggestion, draft.sections(), rows, days, seen.source, weight, seen.notes)

@@ -67,8 +67,8 @@ def test_each_column_has_its_use_and_the_reason(suggestion: Suggestion) -> None:
     assert why.pop("always") == "constant: one distinct value"
     assert why.pop("never") == "no values"
     assert why.pop("true_probability") == "leaks the label, judging by its name"
-    assert why.pop("clicked_again") == "leaks the label: correlation of its values with it 1.000"
-    assert why.pop("outcome_value") == "leaks the label: correlation of having a value with it 1.000"
+    assert why.pop("clicked_again") == "leaks the label: by itself it has an AUC of 1.0000"
+    assert why.pop("outcome_value") == "leaks the label: every row with a value has label 1"
     assert why.pop("weight") == "the rows' weight"
     assert "rows an id: it identifies rows" in why.pop("impression_id")
     assert "rows an id: it identifies rows" in why.pop("session_id")
@@ -195,7 +195,29 @@ def test_a_column_that_determines_the_label_leaks_it(tmp_path: Path) -> None:
     made = suggest_for(rows.append_column("stars", pa.array(stars)).append_column("words", pa.array(words)), tmp_path)
     for name in ("stars", "words"):
         (choice,) = [one for one in made.choices if one.fact.name == name]
-        assert choice.why == "leaks the label: its values alone give 100.0% of the rarer label"
+        assert choice.why == "leaks the label: by itself it has an AUC of 1.0000"
+
+
+def test_columns_that_come_after_the_label_are_left_out_and_strong_ones_are_named(tmp_path: Path) -> None:
+    rows, draw = table(), np.random.default_rng(6)
+    label = rows["label"].to_numpy()
+    clicked, late = label == 1, datetime.datetime(2025, 4, 1)
+    leaks = {
+        "dwell": pa.array(np.where(clicked, draw.gamma(2.0, 30.0, 4_000), 0.0)),
+        "page": pa.array([f"p{code}" for code in draw.integers(0, 200, 4_000) + 200 * label]),
+        "model_output": pa.array(label + 0.1 * draw.normal(size=4_000)),
+        "paid_at": pa.array([late if hit else None for hit in clicked], pa.timestamp("us")),
+        "refund": pa.array(draw.random(4_000), mask=~clicked | (draw.random(4_000) < 0.7)),
+        "steps": pa.array([[1, 2, 900] if hit else [1, 2] for hit in clicked], pa.list_(pa.int64())),
+    }
+    for name, values in leaks.items():
+        rows = rows.append_column(name, values)
+    strong = label + 0.5 * draw.normal(size=4_000)
+    made = suggest_for(rows.append_column("strong", pa.array(strong)), tmp_path)
+    why = {choice.fact.name: choice.why for choice in made.choices}
+    for name in leaks:
+        assert why[name].startswith("leaks the label: "), (name, why[name])
+    assert made.notes == ("'strong' by itself has an AUC of 0.92: keep it only if it is known before the label is",)
 
 
 def test_ids_of_a_single_day_are_left_out_of_a_split_by_days(tmp_path: Path) -> None:
