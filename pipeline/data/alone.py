@@ -53,6 +53,10 @@ class Alone(NamedTuple):
         return f"its values alone give {self.purity:.1%} of the rarer label"
 
 
+NOTHING = Alone()
+"""Of a column that was not looked at."""
+
+
 def look_at_numbers(values: Floats, labels: Floats) -> Alone:
     """Looks at numbers: their order, and the label rate of their intervals, whatever the order of those.
 
@@ -134,7 +138,7 @@ def _score(scores: Floats, labels: Floats) -> Alone:
     """Returns AUC and purity of probabilities."""
     rarer = min(labels.sum(), len(labels) - labels.sum())
     if rarer < FEWEST:
-        return Alone()
+        return NOTHING
     return Alone(_auc(scores, labels), max(0.0, 1.0 - float(((scores > 0.5) != (labels > 0.5)).sum() / rarer)))
 
 

@@ -20,6 +20,8 @@ MOST_CELLS = 20_000_000
 """Most values, rows times features, in memory."""
 FEW_IDS = 200
 """Features with up to this many ids are categories of boosting, of which scikit-learn takes 255."""
+SMALLEST_NE = 0.0001
+"""A lower NE is not compared as a share."""
 MOST_ITERATIONS = 200
 """Of the logistic regression."""
 NAMES: dict[BaselineName, str] = {
@@ -138,10 +140,14 @@ def describe_comparison(quality: Quality, baselines: Sequence[Baseline]) -> str 
         return None
     best = min(known, key=lambda one: one.ne or 0.0)
     assert best.ne is not None
-    change = quality.ne / best.ne - 1.0
-    word = "Better" if change < 0.0 else "Worse"
-    line = f"{word} than {NAMES[best.name]}: NE {format_metric(quality.ne)} against {format_metric(best.ne)}, "
-    line += f"{abs(change):.1%} {'lower' if change < 0.0 else 'higher'}".replace("%", " %")
+    ours, theirs = format_metric(quality.ne), format_metric(best.ne)
+    if ours == theirs:
+        line = f"As good as {NAMES[best.name]}: NE {ours} both"
+    else:
+        word, side = ("Better", "lower") if quality.ne < best.ne else ("Worse", "higher")
+        line = f"{word} than {NAMES[best.name]}: NE {ours} against {theirs}"
+        if min(quality.ne, best.ne) >= SMALLEST_NE:
+            line += f", {abs(quality.ne / best.ne - 1.0):.1%} {side}".replace("%", " %")
     return f"{line}; AUC {format_metric(quality.auc)} against {format_metric(best.auc)}."
 
 

@@ -98,7 +98,7 @@ class EvalReport(BaseModel, frozen=True):
     @property
     def learned_share(self) -> float | None:
         """(1 - NE) / (1 - floor): the learned share of what can be learned."""
-        if self.ne_floor is None or self.overall.ne is None:
+        if self.ne_floor is None or self.overall.ne is None or self.ne_floor == 1.0:
             return None
         return (1.0 - self.overall.ne) / (1.0 - self.ne_floor)
 

@@ -18,6 +18,12 @@ FEWEST_UNITS = 5
 """With fewer units, an interval says nothing. From this number of days on, days are resampled by default, because rows
 of a day have much in common."""
 
+TOO_GOOD = 0.05
+"""A model with a lower NE most likely reads what is known only after the label."""
+UNLESS_KNOWN = "If all it reads is known before, promote it yourself: python -m flows.promote CONFIG version=N."
+SMALLEST_NE = 0.0001
+"""Differences from a lower NE are not told as shares of it."""
+
 
 class Difference(BaseModel, frozen=True):
     """NE of the challenger minus NE of the champion on the same rows, with a two-sided interval."""
@@ -146,10 +152,11 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
     found = _describe(difference, champion.ne, by, few_days)
     if difference.low > 0.0:
         return verdict("reject", f"NE is higher than {against}, by {size}.")
-    if reason := _calibration_problem(evaluation, by == "row", config, version):
-        return verdict("reject", reason)
-    if reason := _slice_problem(evaluation, report, by == "row", config, version):
-        return verdict("reject", reason)
+    calibration = _calibration_problem(evaluation, by == "row", config, version)
+    if problem := calibration or _slice_problem(evaluation, report, by == "row", config, version):
+        return verdict("reject", problem)
+    if problem := _describe_leak(report.overall.ne, champion.ne):
+        return verdict("hold", problem)
     if difference.high < -config.least_gain * champion.ne:
         return verdict("promote", f"NE is lower than {against}, by {size}.")
     if config.rule == "not_worse":
@@ -179,8 +186,17 @@ def judge_first(evaluation: Evaluation, report: EvalReport, config: GateConfig) 
         return Verdict(decision="hold", reason=reason, resampled_by=by)
     if problem := _calibration_problem(evaluation, by == "row", config, None):
         return Verdict(decision="hold", reason=f"There is no champion. {problem}", resampled_by=by)
+    if problem := _describe_leak(report.overall.ne, None):
+        return Verdict(decision="hold", reason=f"There is no champion. {problem}", resampled_by=by)
     reason = f"There is no champion yet, and {ne} is below that of the mean rate, 1."
     return Verdict(decision="promote", reason=reason, resampled_by=by)
+
+
+def _describe_leak(ne: float | None, champion: float | None) -> str | None:
+    """Returns why a model is too good to be true. None: it is not, or its champion is as good."""
+    if ne is None or ne >= TOO_GOOD or (champion is not None and champion < TOO_GOOD):
+        return None
+    return f"NE {ne:.4f} is below {TOO_GOOD:g}: most likely a feature is known only after the label. {UNLESS_KNOWN}"
 
 
 def _choose_units(evaluation: Evaluation, config: GateConfig) -> tuple[str, int]:
@@ -246,13 +262,19 @@ def _slice_problem(
 
 def _describe(found: Difference, ne: float, by: str, days: int) -> str:
     """Formats a difference of either sign and its interval as percentages of an NE."""
-    return f"{found.ne / ne:+.2%} ({found.low / ne:+.2%} to {found.high / ne:+.2%}{_describe_units(found, by, days)})"
+    size, low, high = (_share(value, ne, "+") for value in (found.ne, found.low, found.high))
+    return f"{size} ({low} to {high}{_describe_units(found, by, days)})"
 
 
 def _describe_size(found: Difference, ne: float, by: str = "", days: int = 0) -> str:
     """Formats the size of a difference, whose sign the sentence says, and the interval of that size."""
-    low, size, high = (abs(value) / ne for value in sorted((found.low, found.ne, found.high), key=abs))
-    return f"{size:.2%} ({low:.2%} to {high:.2%}{_describe_units(found, by, days)})"
+    low, size, high = (_share(abs(value), ne) for value in sorted((found.low, found.ne, found.high), key=abs))
+    return f"{size} ({low} to {high}{_describe_units(found, by, days)})"
+
+
+def _share(value: float, ne: float, sign: str = "") -> str:
+    """Formats a difference as a percentage of an NE, or as it is where the NE is about zero."""
+    return f"{value:{sign}.4f}" if ne < SMALLEST_NE else f"{value / ne:{sign}.2%}"
 
 
 def _describe_units(found: Difference, by: str, days: int) -> str:

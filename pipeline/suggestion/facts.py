@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.alone import Alone
+from pipeline.data.alone import NOTHING, Alone
 from pipeline.data.profile import Rows, measure_columns
 from pipeline.suggestion.leaks import look_at_columns
 from storage.query import quote
@@ -51,7 +51,7 @@ class ColumnFacts:
     deviation: float | None = None
     minimum: float | None = None
     maximum: float | None = None
-    alone: Alone = Alone()
+    alone: Alone = NOTHING
     """What it tells of the label by itself."""
     by_day: float | None = None
     """Correlation of the values with the day."""
@@ -128,7 +128,7 @@ def observe(
     kinds = {name: kind for name, kind in kinds.items() if kind != "other"}
     alone = look_at_columns(connection, rows, kinds, label, total[ALL])
     facts = [
-        _fact(found[name], kind, {"alone": alone.get(name, Alone()), **looks.get(name, {})})
+        _fact(found[name], kind, {"alone": alone.get(name, NOTHING), **looks.get(name, {})})
         for name, kind in columns.items()
     ]
     return TableFacts(
@@ -219,7 +219,9 @@ def _with_values(
     """Adds what needs the rows of each value: the counts of few values, and roughness."""
     kinds = {fact.name: fact for fact in facts if fact.name != label and (fact.kind in ("id", "text") or fact.whole)}
     names = [
-        name for name, fact in kinds.items() if 2 <= fact.distinct <= (2 * FEW_VALUES if fact.kind == "text" else MOST_CODES)
+        name
+        for name, fact in kinds.items()
+        if 2 <= fact.distinct <= (2 * FEW_VALUES if fact.kind == "text" else MOST_CODES)
     ]
     added: dict[str, dict[str, Any]] = {}
     for name, values, number, positives in count_values(connection, rows, names, label):

@@ -1,6 +1,6 @@
 """What each column of a table tells of the label by itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import duckdb
@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.alone import MOST_ROWS, Alone, look_at_groups, look_at_lists, look_at_numbers
+from pipeline.data.alone import MOST_ROWS, Alone, Floats, look_at_groups, look_at_lists, look_at_numbers
 from pipeline.data.profile import Rows
 from storage.query import quote
 
@@ -25,7 +25,7 @@ def look_at_columns(
         kinds: Column -> number, id, text, ids or time. A column of another kind is no feature.
         total: How many rows there are.
     """
-    step, found = max(1, total // MOST_ROWS), {}
+    step, found = max(1, total // MOST_ROWS), dict[str, Alone]()
     names = [name for name in kinds if name != label]
     for start in range(0, len(names), AT_A_TIME):
         part = names[start : start + AT_A_TIME]
@@ -52,7 +52,7 @@ def _value(name: str, kind: str) -> str:
     return made.get(kind, f"CAST({column} AS BIGINT)" if kind == "id" else column)
 
 
-def _look(column: Any, kind: str, labels: Sequence[float] | Any) -> Alone:
+def _look(column: Any, kind: str, labels: Floats) -> Alone:
     if kind in ("number", "time"):
         values = np.array(column.to_numpy(zero_copy_only=False), np.float64)
         return look_at_numbers(np.where(np.isfinite(values), values, np.nan), labels)

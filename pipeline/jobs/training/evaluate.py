@@ -1,13 +1,15 @@
 """Evaluates a trained model on the evaluation rows, and compares it with the champion."""
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel
 
+from pipeline.data.alone import LEAK_AUC, Alone
 from pipeline.data.joined.reader import joined_schema
 from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError
@@ -21,7 +23,7 @@ from pipeline.evaluation.baselines import (
     sample_step,
 )
 from pipeline.evaluation.evaluate import EvalReport, Evaluation
-from pipeline.evaluation.gate import Verdict, compare, judge_first
+from pipeline.evaluation.gate import UNLESS_KNOWN, Verdict, compare, judge_first
 from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.evaluation.record import FeatureImportance, describe_quality
 from pipeline.jobs.console import Progress, one_line, step
@@ -29,6 +31,7 @@ from pipeline.jobs.evaluation.parallel import evaluate_portions
 from pipeline.jobs.evaluation.scorers import Comparison, read_outcomes
 from pipeline.jobs.evaluation.trained import AS_DECLARED, TrainedColumns, read_as_trained
 from pipeline.jobs.training.job import TrainingJob
+from pipeline.jobs.training.leaks import describe_leaks, find_leaks
 from pipeline.jobs.training.provenance import find_record, trained_sources
 from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
@@ -73,6 +76,8 @@ class Scored(NamedTuple):
     """Of the model."""
     error: str | None
     """Why the champion could not score. None: it could, or there is none."""
+    find_leaks: Callable[[], Mapping[str, Alone]] = dict
+    """Looks for features of the model that tell the label by themselves."""
 
 
 def compare_with_champion(
@@ -146,7 +151,9 @@ def score_both(
     finally:
         for made in (fetched, groups):
             shutil.rmtree(made, ignore_errors=True)
-    return Scored(evaluation, report, champion.error or failed)
+    return Scored(
+        evaluation, report, champion.error or failed, partial(find_leaks, workspace.warehouse, spec, model, names)
+    )
 
 
 def decide(workspace: Workspace, scored: Scored, version: int) -> Verdict:
@@ -154,7 +161,23 @@ def decide(workspace: Workspace, scored: Scored, version: int) -> Verdict:
     if scored.error is not None:
         reason = f"Version {version}, the champion, cannot score these rows: {scored.error}."
         return Verdict(decision="hold", reason=reason, champion=version)
-    return compare(scored.evaluation, scored.report, workspace.config.gate, version)
+    known = scored.evaluation.champion.quality().auc
+    return _hold_leaks(scored, compare(scored.evaluation, scored.report, workspace.config.gate, version), known)
+
+
+def _hold_leaks(scored: Scored, verdict: Verdict, known: float | None) -> Verdict:
+    """Returns the verdict, or a hold where a feature by itself tells nearly all of the label.
+
+    Args:
+        known: AUC of the champion. One that is as good was promoted by a person, who knows where it comes from.
+    """
+    if verdict.decision != "promote" or (known is not None and known > LEAK_AUC):
+        return verdict
+    found = scored.find_leaks()
+    if not found:
+        return verdict
+    reason = f"Features tell nearly all of the label: {describe_leaks(found)}. {UNLESS_KNOWN}"
+    return verdict.model_copy(update={"decision": "hold", "reason": reason})
 
 
 def _find_seen_rows(workspace: Workspace, job: TrainingJob, version: int) -> str | None:
@@ -194,7 +217,7 @@ def _judge_alone(workspace: Workspace, scored: Scored) -> Verdict:
     """Decides on a model without a champion. Holds it if somebody has removed the champion's alias."""
     lost = lost_champion(workspace.tracking, workspace.config.model_name)
     if lost is None:
-        return judge_first(scored.evaluation, scored.report, workspace.config.gate)
+        return _hold_leaks(scored, judge_first(scored.evaluation, scored.report, workspace.config.gate), None)
     reason = (
         f"There is no champion to compare with: version {lost} was the last, and the alias '{CHAMPION}' is gone. "
         "Name one: python -m flows.promote CONFIG version=N."

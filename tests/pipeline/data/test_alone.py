@@ -46,7 +46,13 @@ def test_the_auc_is_that_of_scikit_learn():
 @pytest.mark.parametrize("label", [RARE, EVEN], ids=["rare", "even"])
 def test_numbers_that_tell_less_are_none(label):
     y = label.astype(float)
-    for values in (noise(), y + 0.8 * noise(), np.floor(5 * noise()), hide(noise(), noise() > 1), np.full(ROWS, np.nan)):
+    for values in (
+        noise(),
+        y + 0.8 * noise(),
+        np.floor(5 * noise()),
+        hide(noise(), noise() > 1),
+        np.full(ROWS, np.nan),
+    ):
         assert not look_at_numbers(values, y).leaks
 
 

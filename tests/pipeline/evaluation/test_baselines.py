@@ -100,3 +100,16 @@ def test_the_rows_in_memory_are_bounded() -> None:
         kept = -(-rows // baselines.sample_step(rows, features))
         assert kept <= baselines.MOST_ROWS
         assert kept * features <= baselines.MOST_CELLS
+
+
+def test_two_zeros_are_not_compared_as_shares() -> None:
+    """What a leak gives: the smaller one may be a thousandth of the other."""
+
+    def said(ours: float, theirs: float) -> str | None:
+        boosting = Baseline(name="boosting", ne=theirs, auc=1.0, logloss=0.0, rows=10, seconds=1.0)
+        return describe_comparison(Quality.model_construct(ne=ours, auc=1.0), [boosting])
+
+    same = "As good as gradient boosting: NE 0.0000 both; AUC 1.0000 against 1.0000."
+    assert (said(3e-6, 2e-7), said(0.0, 0.0)) == (same, same)
+    assert said(0.02, 0.0) == "Worse than gradient boosting: NE 0.0200 against 0.0000; AUC 1.0000 against 1.0000."
+    assert said(0.0, 0.02) == "Better than gradient boosting: NE 0.0000 against 0.0200; AUC 1.0000 against 1.0000."

@@ -345,3 +345,17 @@ def test_numbers_that_are_none_are_units_of_their_own():
 def test_contradicting_bounds_are_refused():
     with pytest.raises(ConfigError, match=r"gate\.calibration_low"):
         GateConfig(calibration_low=1.2, calibration_high=1.1)
+
+
+def test_a_model_that_is_too_good_is_held_unless_its_champion_is():
+    """A person promoted that champion, knowing why it is so good. Shares of an NE of zero are not told."""
+    labels, _, usual = pair(5_000, 0.0, np.random.default_rng(1))
+    sure = np.where(labels == 1.0, 1.0 - 1e-9, 1e-9)
+    for verdict in (first(labels, sure), gate(labels, sure, usual)):
+        assert verdict.decision == "hold"
+        assert "NE 0.0000 is below 0.05: most likely a feature is known only after the label." in verdict.reason
+        assert verdict.reason.endswith("python -m flows.promote CONFIG version=N.")
+    good = np.where(labels == 1.0, 0.999, 0.001)
+    assert gate(labels, sure, good).decision == "promote"
+    worse = gate(labels, good, sure)
+    assert (worse.decision, "%" in worse.reason.split("by", 1)[1]) == ("reject", False), worse.reason
