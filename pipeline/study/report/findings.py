@@ -7,7 +7,7 @@ from typing import get_args
 from pydantic import BaseModel
 
 from pipeline.study.measure.results import PHASES, Measurement, PointResult, StudyResults
-from pipeline.study.report.claims import CLAIMS, Verdict
+from pipeline.study.report.claims import CLAIMS, TABLE_III, Verdict
 
 
 class StudyFinding(BaseModel, frozen=True):
@@ -49,6 +49,8 @@ def render_study(study: StudyResults) -> str:
     text = f"### {study.experiment or study.name}\n\n{shown}\n\n"
     if rows:
         text += f"{_verdict_of(found)}\n\n{_table(('paper', 'shape', 'measured here', 'this machine'), rows)}\n"
+    if study.experiment == "E7":
+        text += f"Table III of the paper:\n\n{_table(TABLE_III[0], TABLE_III[1:])}\n"
     return text + render_points(study.results)
 
 

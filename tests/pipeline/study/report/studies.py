@@ -28,7 +28,7 @@ def load(rows: int = 100) -> Load:
     )
 
 
-def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01) -> PointResult:
+def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01, device: str = "cpu") -> PointResult:
     """A point with this many samples per second. Its repeats vary by up to `noise` to both sides."""
     spread = Spread(median=speed, low=speed * (1 - noise), high=speed * (1 + noise))
     found = Measurement(
@@ -40,7 +40,7 @@ def measured(values: Mapping[str, Any], speed: float, noise: float = 0.01) -> Po
         model_bytes=200_000_000,
         load=load(),
         rows_per_second_per_core=speed / 2,
-        device="cpu",
+        device=device,
         repeats=5,
     )
     return PointResult(point=StudyPoint(values=values, settings=dict(values)), state="measured", measurement=found)

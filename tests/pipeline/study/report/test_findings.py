@@ -18,8 +18,8 @@ def verdicts(experiment, results):
     return [one.verdict for one in evaluate_claims(study(experiment, results))]
 
 
-def along(axis, speeds, noise=0.01, **others):
-    return [measured({axis: x} | others, speed, noise) for x, speed in speeds.items()]
+def along(axis, speeds, noise=0.01, device="cpu", **others):
+    return [measured({axis: x} | others, speed, noise, device) for x, speed in speeds.items()]
 
 
 def features(dense_power, sparse_power, noise=0.01):
@@ -62,12 +62,19 @@ def test_batches_saturate_or_do_not():
 
 
 def test_hash_size_matters_or_does_not():
+    """The paper says one thing of a CPU server and another of a GPU. Points of the other device are not judged."""
     sizes = (1_000, 100_000, 10_000_000)
-    assert verdicts("E3", along(HASH, dict(zip(sizes, (100.0, 105.0, 80.0), strict=True)))) == ["agrees"]
-    assert verdicts("E3", along(HASH, dict(zip(sizes, (100.0, 40.0, 100.0), strict=True)))) == ["disagrees"]
-    assert verdicts("E3", along(HASH, dict(zip(sizes, (100.0, 80.0, 100.0), strict=True)), noise=0.2)) == [
-        "cannot tell"
-    ]
+
+    def checked(speeds, device="cpu", noise=0.01):
+        return verdicts("E3", along(HASH, dict(zip(sizes, speeds, strict=True)), noise, device))
+
+    assert checked((100.0, 105.0, 80.0)) == ["agrees", "cannot tell"]
+    assert checked((100.0, 40.0, 100.0)) == ["disagrees", "cannot tell"]
+    assert checked((100.0, 80.0, 100.0), noise=0.2) == ["cannot tell", "cannot tell"]
+    assert checked((100.0, 70.0, 40.0), "cuda") == ["cannot tell", "agrees"]
+    assert checked((100.0, 101.0, 100.0), "cuda") == ["cannot tell", "disagrees"]
+    _, gpu = evaluate_claims(study("E3", along(HASH, {1_000: 1.0, 100_000: 0.5})))
+    assert gpu.measured == "not comparable: the paper says it of a GPU, and this was measured without"
 
 
 def test_mlps_are_two_axes():
@@ -78,33 +85,55 @@ def test_mlps_are_two_axes():
     assert verdicts("E4", even) == ["agrees", "cannot tell", "disagrees"]
 
 
-def test_placements_are_compared_by_name():
-    slower = {"one rank": 100.0, "table_wise": 80.0, "row_wise": 60.0, "uvm": 10.0}
-    results = along("placement", slower)
-    assert verdicts("E5", results) == ["agrees", "agrees"]
-    assert evaluate_claims(study("E5", results))[0].measured == "uvm / one rank 0.10"
-    assert verdicts("E5", along("placement", {"one rank": 100.0, "table_wise": 130.0})) == ["cannot tell", "disagrees"]
-    assert verdicts("E5", along("placement", {"one rank": 100.0, "table_wise": 99.0})) == ["cannot tell", "cannot tell"]
+def test_placements_are_compared_by_name_on_a_gpu():
+    slower = {"one rank": 100.0, "table_wise": 80.0, "row_wise": 60.0, "uvm": 25.0}
+    results = along("placement", slower, device="cuda")
+    assert verdicts("E5", results) == ["agrees", "cannot tell"]
+    assert evaluate_claims(study("E5", results))[0].measured == "uvm / one rank 0.25"
+    assert verdicts("E5", along("placement", {"one rank": 25.0, "uvm": 100.0}, device="cuda"))[0] == "disagrees"
+    on_cpu = evaluate_claims(study("E5", along("placement", slower)))
+    assert [one.verdict for one in on_cpu] == ["cannot tell", "cannot tell"]
+    assert all(one.measured.startswith("not comparable: ") for one in on_cpu)
 
 
 def test_quality_against_the_batch():
-    assert verdicts("E6", [quality_point(1_024, 0.75, 0.75), quality_point(16_384, 0.81, 0.765)]) == ["agrees"] * 3
-    assert verdicts("E6", [quality_point(1_024, 0.75, 0.75), quality_point(16_384, 0.81, 0.81)]) == [
-        "agrees",
-        "disagrees",
-        "agrees",
-    ]
-    assert verdicts("E6", [quality_point(1_024, 0.75, 0.75), quality_point(16_384, 0.72, 0.72)]) == ["disagrees", "cannot tell", "disagrees"]  # fmt: skip
-    assert (
-        verdicts("E6", [quality_point(1_024, 0.75, 0.75), quality_point(16_384, 0.751, 0.751)]) == ["cannot tell"] * 3
-    )
-    [_, tuned, _] = evaluate_claims(study("E6", [quality_point(16_384, 0.81, 0.765), quality_point(1_024, 0.75, 0.75)]))
-    assert tuned.measured == "batch_rows 16384: NE 0.8100, tuned 0.7650: 75% of the loss"
+    first = quality_point(1_024, 0.75, 0.75)
+    for last, expected in [
+        (quality_point(16_384, 0.81, 0.745), ["agrees", "agrees"]),
+        (quality_point(16_384, 0.81, 0.765), ["agrees", "disagrees"]),
+        (quality_point(16_384, 0.81, 0.81), ["agrees", "disagrees"]),
+        (quality_point(16_384, 0.72, 0.72), ["disagrees", "cannot tell"]),
+        (quality_point(16_384, 0.7503, 0.7503), ["cannot tell", "cannot tell"]),
+    ]:
+        assert verdicts("E6", [first, last]) == expected
+    [_, searched] = evaluate_claims(study("E6", [quality_point(16_384, 0.81, 0.765), first]))
+    assert searched.measured == "NE 0.7500 at 1024, searched 0.7650 at 16384: 75% of the loss"
 
 
-def test_production_models_in_order():
-    assert verdicts("E7", along("model", {"M1": 50.0, "M2": 100.0, "M3": 9.0})) == ["agrees"]
-    assert verdicts("E7", along("model", {"M1": 50.0, "M2": 40.0, "M3": 9.0})) == ["disagrees"]
+def test_the_figures_of_the_paper_agree_with_the_paper():
+    """NE by .15 % higher at the batch of a GPU, and by .2 % (M1) and .1 % (M2) lower after a Bayesian search, as
+    section VI.C has it; system memory four times slower, as figure 14; the shapes that the text gives the others."""
+    for lower in (0.002, 0.001):
+        assert (
+            verdicts("E6", [quality_point(200, 1.0, 1.0), quality_point(1_600, 1.0015, 1.0 - lower)]) == ["agrees"] * 2
+        )
+    given = {
+        "E2": along(BATCH, {100: 1.0, 200: 2.0, 400: 4.0, 800: 5.0, 1_600: 5.2, 3_200: 5.3}, device="cuda"),
+        "E3": along(HASH, {10_000: 1.0, 100_000: 1.0, 10_000_000: 1.0}),
+        "E5": along("placement", {"one rank": 4.0, "uvm": 1.0}, device="cuda"),
+    }
+    for experiment, results in given.items():
+        found = [
+            one.verdict for one in evaluate_claims(study(experiment, results)) if "not comparable" not in one.measured
+        ]
+        assert found == ["agrees"] * len(found) != []
+    assert verdicts("E3", along(HASH, {10_000: 4.0, 100_000: 2.0, 10_000_000: 1.0}, device="cuda")) == ["cannot tell", "agrees"]  # fmt: skip
+
+
+def test_production_models_stand_beside_the_table_of_the_paper():
+    page = render_study(study("E7", along("model", {"M1": 50.0, "M2": 100.0, "M3": 9.0})))
+    assert "| M2 | 0.85 | 2.8 | 3,200 | 20 + 16 |" in page
+    assert "not comparable: it sets a GPU server against CPU servers" in page
 
 
 def test_lengths_and_hash_size():
