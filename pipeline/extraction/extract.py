@@ -299,6 +299,7 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, Ch
                 ingest.warn,
                 [*checks.strict, *holds],
                 losses,
+                context.schema.named_columns() if isinstance(context.schema, FeatureSchema) else ("*",),
             )
     if profiled is not None:
         return profiled, profiled.checked

@@ -62,6 +62,7 @@ def profile_days(
     warn: Warn,
     strict: Sequence[Rule],
     losses: Losses,
+    read: Sequence[str] = ("*",),
 ) -> CheckedProfile | None:
     """Measures new days and checks them against the rules. Nothing is written.
 
@@ -72,6 +73,7 @@ def profile_days(
         warn: Called if the measurement fails.
         strict: Rules that keep a day out of the table.
         losses: Finds what a day would lose.
+        read: Names or patterns of the columns that features read.
     Returns:
         None if the days could not be measured.
     Raises:
@@ -96,7 +98,7 @@ def profile_days(
     by_key = config.key is not None and config.duplicates != "off"
     duplicates = count_duplicates(connection, rows, config.key or "") if by_key else {}
     lost = {day: losses(day, columns_of_day(rows_of_day(measured, day))) for day in counts}
-    profile, checked = check(measured, earlier, config, label, duplicates, lost)
+    profile, checked = check(measured, earlier, config, label, duplicates, lost, read)
     return CheckedProfile(profile, checked)
 
 
