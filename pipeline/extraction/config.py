@@ -183,6 +183,9 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Column of the files or side tables -> its name everywhere else. A name takes letters, digits and _."""
     positive: bool | int | float | str | None = None
     """Value of the label that counts as 1, such as `yes`; every other value counts as 0. None: labels are 0 or 1."""
+    unlabelled: Literal["quarantine", "skip"] = "quarantine"
+    """What happens to rows without a label (null or NaN). quarantine: they count as bad rows. skip: they
+    are left out and counted, for data of which only a part is labelled."""
     outcomes: Outcomes | None = None
     """The log that labels the feature log. None: rows already have their label."""
     lookups: tuple[SideTable, ...] = ()
@@ -208,15 +211,22 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
             raise ConfigError("source", "`outcomes` together with `generator`", "none", "Add `outcomes: {}`.")
         if self.generator is None and self.outcomes is not None and self.outcomes.path is None:
             raise ConfigError("source.outcomes", "`path` of the outcome log", "none", "Add it.")
-        if self.outcomes is not None and self.positive is not None:
-            raise ConfigError("source.positive", "a label in the rows", "`outcomes`, which make it", "Leave out one.")
         if self.day_unit is not None and self.day_column is None:
             raise ConfigError("source.day_unit", "`day_column` with it", "none", "Name the column of the time.")
         return self
 
+    @model_validator(mode="after")
+    def _has_a_label_to_read(self) -> Self:
+        for name in ("positive", "unlabelled"):
+            if self.outcomes is not None and getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"source.{name}", "a label in the rows", "`outcomes`, which make it", "Leave out one."
+                )
+        return self
+
     def _fits_table(self) -> Self:
         """Refuses what would change the rows of a table that is read as it is."""
-        changes = ("format", "day", "day_unit", "rename", "positive", "outcomes", "lookups")
+        changes = ("format", "day", "day_unit", "rename", "positive", "unlabelled", "outcomes", "lookups")
         for name in changes:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ConfigError(
@@ -238,7 +248,8 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
     def ingested(self) -> dict[str, Any]:
         """Returns the values that say what an ingest reads, without the keys of `table`."""
-        return self.model_dump(mode="json", exclude=set(TABLE_KEYS))
+        usual = {"unlabelled"} if self.unlabelled == "quarantine" else set()
+        return self.model_dump(mode="json", exclude=usual.union(TABLE_KEYS))
 
     @model_validator(mode="after")
     def _new_names_fit(self) -> Self:
@@ -326,7 +337,9 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     loss_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of its rows and of its labels of 1 that a day may lose."""
     drift_limit: PositiveFloat = 0.25
-    """Index that is always accepted. The index expected from chance alone is added to it."""
+    """Index that is always accepted. The index expected from chance alone is added to it. Below twice the largest index
+    of the days before, a larger one is accepted, too. In a simulated year of ordinary days (weekends, seasons, restless
+    shares) a column breaks the rule up to twice. Columns that no feature reads are not judged."""
     changed_share: float | None = Field(default=0.01, ge=0.0, le=1.0)
     """Share of an earlier day's rows in which a joined feature, history or window may have another value when it is
     computed again now. An ingest measures it and warns above it. None: not measured."""
@@ -351,6 +364,9 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Days are written together up to this many rows; each group is one commit."""
     order_by: tuple[str, ...] = ()
     """Columns to sort a day's rows by, such as a session and a time. Empty: rows are not sorted."""
+    other_sources: bool = False
+    """Lets rows into a table whose rows came from files of another pattern. Files of other days, and those that a
+    pattern covers, are of the same source."""
     profile: bool = True
     """Measure new days before they are written. The checks need it."""
     memory_bytes: PositiveInt | None = None

@@ -28,6 +28,7 @@ from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.join import LabelJoin
 from pipeline.extraction.materialize import MaterializationPlan, materialize_days, name_of, plan_materialization
 from pipeline.extraction.opening import OpenSource, Report, SourceContext, fingerprint, open_source_rows
+from pipeline.extraction.own_source import refuse_strangers, remember
 from pipeline.extraction.profiling import (
     CheckedProfile,
     Warn,
@@ -88,7 +89,7 @@ class DayRows(BaseModel, frozen=True):
     written: int
     quarantined: int
     left_out: int
-    """Negatives removed by downsampling."""
+    """Negatives removed by downsampling, or rows without a label that are skipped."""
     open: bool = False
     """Whether labels may still change."""
 
@@ -160,11 +161,14 @@ def extract(
         warn: Called with each problem that does not end the ingest.
     Raises:
         ConfigError: If the source lacks a column that the configuration names.
-        DataError: If values have the wrong type, too many labels of a day are bad, or a day fails a check.
+        DataError: If values have the wrong type, too many labels of a day are bad, a day fails a check, or the table
+            has rows of another source.
         EmptyDatasetError: If there are no rows, a day in `only` has none, or there is no table because no day may be
             written.
     """
     context = replace(context, only=frozenset(only))
+    if not config.other_sources:
+        refuse_strangers(context)
     with open_source_rows(context, report, bool(config.order_by)) as rows:
         ingest = _Ingest(context, config, force, report, warn, rows, order_clause(rows, config.order_by))
         if rows.left_out:
@@ -182,6 +186,7 @@ def extract(
             raise _no_table_error(context.table, plan.wanted, [*broken, *plan.held_back])
         _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
         _write_days(ingest, passed, profiled)
+        remember(context)
         expired = _expire_days(context, plan.first)
         materialized = _materialize_days(ingest, plan, passed)
         result = _result(ingest, plan, passed, broken, checked)
@@ -219,6 +224,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     due = [replace(day, note=day.note.model_copy(update=noted)) for day in left if day not in held_back]
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))
+    if due and (rows.join is not None or context.source.unlabelled == "skip"):
         due = [day for day in count_left_out(rows, due) if day.kept or day.day in stored]
     return _Plan(
         wanted=wanted,

@@ -92,11 +92,13 @@ def add_types(
     date = _day(day, types[day], source.day_unit) if isinstance(day, str) else f"DATE '{day}'"
     outcome = _label(schema.label, source.positive)
     reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
-    reasons += [] if made else [_bad_label(schema.label, outcome)]  # a label computed from outcomes is never bad
+    if not made:  # a label computed from outcomes is never bad
+        reasons.append(_bad_label(schema.label, outcome, source.unlabelled == "skip"))
     reasons += [] if weight is None else [_bad_weight(weight)]
     reason = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS VARCHAR)"
     label = quote(schema.label)
-    matched = matched if LEFT_OUT in matched else [*matched, f"false AS {LEFT_OUT}"]
+    skipped = unlabelled(schema.label) if source.unlabelled == "skip" else "false"
+    matched = matched if LEFT_OUT in matched else [*matched, f"{skipped} AS {LEFT_OUT}"]
     connection.execute(
         f"CREATE VIEW samples AS SELECT {', '.join([*typed, *matched])}, {date} AS {DAY}, {label} AS __raw_label,"
         f" TRY_CAST({outcome} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
@@ -255,12 +257,23 @@ def _label(name: str, positive: bool | int | float | str | None) -> str:
     else:
         shown = str(positive).replace("'", "''")
         chosen = f"({text} = '{shown}' OR {_number(name)} = TRY_CAST('{shown}' AS DOUBLE))"
-    return f"CASE WHEN {quote(name)} IS NOT NULL THEN CASE WHEN {chosen} THEN 1 ELSE 0 END END"
+    return f"CASE WHEN NOT {unlabelled(name)} THEN CASE WHEN {chosen} THEN 1 ELSE 0 END END"
 
 
-def _bad_label(name: str, label: str) -> str:
+def unlabelled(name: str) -> str:
+    """SQL of whether a row has no label: null, or NaN."""
+    return f"({quote(name)} IS NULL OR coalesce(isnan({_number(name)}), false))"
+
+
+def _bad_label(name: str, label: str, skipped: bool) -> str:
+    """SQL of why a label is bad.
+
+    Args:
+        skipped: Rows without a label are not bad.
+    """
+    none = "NULL" if skipped else "'label is null'"
     return (
-        f"WHEN {quote(name)} IS NULL THEN 'label is null' WHEN {label} IS NULL THEN 'label is not a number'"
+        f"WHEN {unlabelled(name)} THEN {none} WHEN {label} IS NULL THEN 'label is not a number'"
         f" WHEN {label} NOT IN (0, 1) THEN 'label is not 0 or 1'"
     )
 

@@ -45,6 +45,7 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         hashed = [{"kind": "sigrid_hash", "size": 100}]
         schema = FeatureSchema.model_validate({**groups, "sparse": [{"columns": list(sparse), "transforms": hashed}]})
         settings = SourceConfig.model_validate(source)
+        config.setdefault("other_sources", True)  # most tests are of one table and several files
         wanted, logs = IngestConfig(**config), tmp_path / "logs"
         context = SourceContext(settings, schema, into, "events", tmp_path, logs, memory_bytes=wanted.memory_bytes)
         return extract(context, wanted, only, force, warn=warn)

@@ -26,9 +26,28 @@ def at(*texts: str, zone: str | None = None) -> pa.Array:
 def test_bad_numbers_as_labels(ingest: Any, stored: Any, put: Any) -> None:
     put("rows.parquet", user=list(range(8)), label=[0.0, 1.0, float("nan"), float("inf"), 1e300, 0.5, None, -0.0])
     result = ingest(FIXED, max_quarantined_share=0.9)
-    assert dict(result.quarantined) == {"label is not 0 or 1": 4, "label is null": 1}
+    assert dict(result.quarantined) == {"label is not 0 or 1": 3, "label is null": 2}
     assert stored()["user"].tolist() == [0, 1, 7]
     assert stored()["label"].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("positive", [None, 1])
+def test_rows_without_a_label_are_left_out_if_the_config_says_so(
+    positive: Any, ingest: Any, stored: Any, put: Any
+) -> None:
+    """Nine in ten have none. They are no bad rows, and a day of them alone is not written."""
+    nothing = [None, float("nan")] * 9
+    put("a.parquet", user=list(range(20)), label=pa.array([0.0, 1.0, *nothing]), date=[DAY1] * 20)
+    put("b.parquet", user=list(range(18)), label=pa.array(nothing), date=[DAY2] * 18)
+    given = BY_DAY | ({} if positive is None else {"positive": positive})
+    with pytest.raises(DataError, match=r"at most 1\.00% bad rows"):
+        ingest(given)
+    result = ingest(given | {"unlabelled": "skip"})
+    assert (dict(result.quarantined), result.days_written) == ({}, (DAY1,))
+    day = result.by_day[DAY1]
+    assert (day.rows, day.written, day.quarantined, day.left_out) == (20, 2, 0, 18)
+    assert stored()["label"].tolist() == [0, 1]
+    assert ingest(given | {"unlabelled": "skip"}).days_written == ()
 
 
 LABELS: dict[str, tuple[Any, list[Any], list[int]]] = {
