@@ -40,7 +40,7 @@ def suggest(
         trials: Trainings with other values of `model` and `training`, judged on the validation rows.
         minutes: Time for such trainings.
     """
-    draft = given_source(load_draft(config, overrides), path, label, day_column)
+    draft = given_source(load_draft(config, overrides), path, label, day_column, overrides or {})
     written = write_suggestion(DraftJob(draft, open_console(draft), overrides or {}), path is not None)
     if trials is None and minutes is None:
         return written.describe()

@@ -16,6 +16,9 @@ from storage.config import WarehouseConfig
 COLUMN_SECTIONS = ("features", "split", "sweep", "release", "recurring")
 """Sections that name columns or build on them. A draft keeps only the label columns, and the split as a proposal."""
 
+PLACES = ("path", "table", "generator")
+"""Keys that say where a source's rows are."""
+
 
 class Draft(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """A run config without what depends on the columns. All other sections are checked as in a complete config."""
@@ -28,6 +31,8 @@ class Draft(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tru
     evaluation: EvaluationConfig = EvaluationConfig()
     split: SplitConfig | None = None
     """The config's own split, which a suggestion keeps if it fits the rows."""
+    source_keys: Mapping[str, Any] = {}
+    """Keys of a source that does not say where its rows are. The command does."""
 
     @model_validator(mode="after")
     def _label_is_known(self) -> Self:
@@ -67,7 +72,12 @@ def load_draft(
     Raises:
         ConfigError: If the file is absent, or a key is unknown or of the wrong type.
     """
+    if isinstance(config, Draft):
+        config = config.model_dump(mode="json", exclude_unset=True)
     where, values = read_values(config, overrides)
+    source = values.get("source")
+    if isinstance(source, Mapping) and not any(source.get(key) for key in PLACES):
+        values |= {"source": None, "source_keys": {**(values.get("source_keys") or {}), **source}}
     given = values.get("features") or {}
     split = values.get("split")
     labels = {key: given[key] for key in ("label", "weight") if given.get(key)}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pipeline.data.alone import STRONG_AUC
 from pipeline.errors import ConfigError
-from pipeline.suggestion.facts import ColumnFacts, TableFacts
+from pipeline.suggestion.facts import ColumnFacts, TableFacts, is_time
 from pipeline.suggestion.shape import Shape, choose_shape
 from pipeline.suggestion.splits import ChosenSplit
 from storage.reader import DAY
@@ -30,6 +30,8 @@ ROUGH = 6.0
 """Whole numbers are ids if neighbours differ in their label rate by more deviations than this."""
 MOST_BUCKETED = 60
 """More numbers get no table each."""
+EXACT = 2.0**53
+"""Larger whole numbers are not all floats."""
 SCALES = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6}
 LEAK_NAMES = ("*probability*", "true_*", "label_*", "*_label", "target", "prediction", "pctr", "pcvr")
 ID_NAME = re.compile(r"(^|_)(id|cat|code|type|category|user|item|hash|key)(?=$|_|\d)|id$", re.IGNORECASE)
@@ -115,18 +117,23 @@ class Suggestion:
 
 
 def suggest(
-    observed: TableFacts, label: str, split: ChosenSplit, not_features: Mapping[str, str] | None = None
+    observed: TableFacts,
+    label: str,
+    split: ChosenSplit,
+    not_features: Mapping[str, str] | None = None,
+    day_column: tuple[str, str | None] | None = None,
 ) -> Suggestion:
     """Suggests features and sizes for a table.
 
     Args:
         not_features: Column -> why it is not a feature, if that is known.
+        day_column: Column that gives the day, and the unit of its numbers.
     Raises:
         ConfigError: If there is no column to learn from.
     """
     apart = dict(not_features or {}) | ({split.column: "the part of each row"} if split.column else {})
     names = [fact.name for fact in observed.facts]
-    choices = [choose(fact, split, apart) for fact in observed.facts if fact.name not in (label, DAY)]
+    choices = [choose(fact, split, apart, day_column) for fact in observed.facts if fact.name not in (label, DAY)]
     choices = _with_buckets(choices, split.train_rows, {*names, DAY})
     tables = [one for choice in choices for one in choice.features if one.use == "sparse"]
     if not tables:
@@ -134,7 +141,11 @@ def suggest(
         raise ConfigError(
             "suggestion", "a column to learn from", f"{numbers} usable of {len(choices)}", "Add columns to the rows."
         )
-    ids = [choice.fact for choice in choices if choice.use == "sparse"]
+    ids = [
+        choice.fact
+        for choice in choices
+        if any(one.use == "sparse" and not one.name and one.derived is None for one in choice.features)
+    ]
     shape = choose_shape(ids, split.train_rows, split.validates)
     return Suggestion(label, tuple(choices), split, shape, _groups(choices, [*names, DAY]))
 
@@ -157,9 +168,17 @@ def _with_buckets(choices: Sequence[Choice], rows: int, taken: Collection[str]) 
     ]
 
 
-def choose(fact: ColumnFacts, split: ChosenSplit, not_features: Mapping[str, str] | None = None) -> Choice:
-    """Chooses how one column is used."""
-    unit = _time_unit(fact)
+def choose(
+    fact: ColumnFacts,
+    split: ChosenSplit,
+    not_features: Mapping[str, str] | None = None,
+    day_column: tuple[str, str | None] | None = None,
+) -> Choice:
+    """Chooses how one column is used. The column that gives the day is a time like others, if it has one."""
+    gives_day = day_column is not None and fact.name == day_column[0]
+    unit = day_column[1] if gives_day and day_column is not None and day_column[1] else _time_unit(fact)
+    if gives_day and split.by_time and not unit and not is_time(fact.type):
+        return Choice(fact, f"gives the column {DAY}")
     reason = _ignored(fact, not_features or {}, unit is not None)
     if reason is None and split.by_time and unit is None and abs(fact.by_day or 0.0) > CALENDAR:
         reason = f"follows the day (correlation {fact.by_day:.3f}): test days have values that no training day has"
@@ -216,10 +235,12 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) 
         return None
     if fact.kind == "other":
         return "a date" if fact.type == "DATE" else "lists of numbers"
+    if fact.kind == "number" and _is_named_id(fact) and max(-(fact.minimum or 0.0), fact.maximum or 0.0) > EXACT:
+        return "ids beyond 2^53 as floats, which are no longer exact: write them as integers or as text"
     if fact.distinct <= 1 and fact.kind != "ids":
         return "constant: one distinct value"
     ids = fact.kind == "text" or (fact.kind in ("id", "number") and is_category(fact))
-    if ids and fact.present > 100 and fact.distinct * ROWS_AN_ID > fact.present:
+    if ids and _has_few_rows_a_value(fact):
         if fact.readable == 1.0 and not ID_NAME.search(fact.name):
             return "numbers in text: write them as numbers"
         if fact.readable > 0.5 and not ID_NAME.search(fact.name):
@@ -231,6 +252,10 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) 
             f"about {max(1.0, fact.present / fact.distinct):.1f} rows an id: it identifies rows, too few to learn from"
         )
     return None
+
+
+def _has_few_rows_a_value(fact: ColumnFacts) -> bool:
+    return fact.present > 100 and fact.distinct * ROWS_AN_ID > fact.present
 
 
 def _is_of_one_day(fact: ColumnFacts) -> bool:
@@ -257,12 +282,14 @@ def is_category(fact: ColumnFacts) -> bool:
         return True
     low, high = fact.minimum or 0.0, fact.maximum or 0.0
     span = high - low + 1
+    even = abs((fact.mean or 0.0) - (low + high) / 2) < 0.1 * span  # most counts have a long tail
+    if _has_few_rows_a_value(fact) and not even:
+        return False
     if COUNT_NAME.search(fact.name) or low < 0 or (fact.kind == "number" and fact.distinct <= FEW_IDS):
         return fact.kind == "id" and fact.distinct <= 2
     if span > 2**31 or fact.distinct <= FEW_IDS:
         return True
     encoded = low <= 1 and fact.distinct > 0.9 * span and fact.distinct <= 10_000  # LabelEncoder counts from 0
-    even = abs((fact.mean or 0.0) - (low + high) / 2) < 0.1 * span  # most counts have a long tail
     consecutive = fact.distinct > 1_000 and fact.distinct > 0.5 * span and even
     return encoded or consecutive or (fact.roughness or 0.0) > ROUGH
 

@@ -23,6 +23,7 @@ def render_config(
     source: str,
     weight: str | None = None,
     notes: Sequence[str] = (),
+    path: str | None = None,
 ) -> str:
     """Renders the whole file.
 
@@ -31,11 +32,12 @@ def render_config(
         source: Description of what was measured.
         weight: Column of the rows' weights.
         notes: What else was found, for the head of the file.
+        path: The file. None: the one below the config's home.
     """
     shape, split = suggestion.shape, suggestion.split
     made = ("features", "split", "model", "training", "evaluation")
     others = {key: value for key, value in kept.items() if key not in made}
-    path = f"{kept.get('home', '.dlrm')}/suggested/{kept['name']}.yaml"
+    path = path or f"{kept.get('home', '.dlrm')}/suggested/{kept['name']}.yaml"
     last = {key: value for key, value in others.items() if key not in FIRST}
     evaluation = {"baselines": ["rate", "boosting"], **kept.get("evaluation", {})}
     span = "1 day" if days == 1 else f"{days:,} days"
@@ -81,8 +83,16 @@ def _features(suggestion: Suggestion, weight: str | None) -> str:
             lines += _group(group)
     ignored = suggestion.of("ignored")
     lines += ["  # Left out:"] if ignored else []
-    lines += [f"  #   {_comment(choice)}" for choice in ignored]
+    lines += [f"  #   {_one_line(line)}" for line in describe_ignored(ignored)]
     return "\n".join(lines) + "\n"
+
+
+def describe_ignored(ignored: Sequence[Choice]) -> list[str]:
+    """Returns a line for each reason why columns are left out, with all of its columns."""
+    by_reason: dict[str, list[str]] = {}
+    for choice in ignored:
+        by_reason.setdefault(choice.why, []).append(choice.fact.name)
+    return [f"{', '.join(names)}: {why}" for why, names in by_reason.items()]
 
 
 def _group(group: Group) -> list[str]:

@@ -93,6 +93,44 @@ def test_odd_files_are_read_by_what_the_file_of_the_suggestion_says(command, tmp
     )
 
 
+REMEDIES = {
+    "words": ("row,x,label\n", "{i},{x},{label}", ["<=50K", ">50K"], [], ("source.positive=\">50K\"",)),
+    "three values": ("row,x,label\n", "{i},{x},{label}", ["a", "b", "c"], [], ("source.positive=\"b\"", "source.positive=\"a\"")),
+    "days": ("row,x,day,label\n", "{i},{x},{day}/02/2025,{label}", [0, 1], ["day_column=day"], ("source.date_format=%d/%m/%Y",)),
+    "no such label": ("row,x,clicked\n", "{i},{x},{label}", [0, 1], [], ("label=clicked", "features.label=clicked")),
+}  # fmt: skip
+"""Head and lines of a file, its labels, words of the command, and what is added to that very command."""
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_each_remedy_that_a_message_names_works_when_it_is_added_to_the_command(name, command, tmp_path):
+    head, line, labels, words, remedies = REMEDIES[name]
+    lines = [line.format(i=i, x=i % 11, day=1 + i % 28, label=labels[i % len(labels)]) for i in range(400)]
+    (tmp_path / "rows.csv").write_text(head + "\n".join(lines) + "\n")
+    given = [f"path={tmp_path}/rows.csv", *words]
+    code, failed, _ = run(command, *given, home=tmp_path / "home")
+    assert code == 1
+    assert remedies[0].partition("=")[0] in failed["error"], failed["error"]
+    for remedy in remedies:
+        code, result, printed = run(command, *given, remedy, home=tmp_path / "home")
+        assert code == 0, printed
+        assert load(result["config_path"]).name == "rows"
+
+
+def test_another_file_gets_another_name_and_the_same_file_its_own_again(command, tmp_path):
+    for folder in ("a", "b"):
+        lines = "\n".join(f"{i % 40},{int(i * i % 13 < 4)}" for i in range(300))
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "Clicks.csv").write_text(f"user,label\n{lines}\n")
+    found = []
+    for folder in ("a", "b", "a", "b"):
+        code, result, printed = run(command, f"path={tmp_path}/{folder}/Clicks.csv", home=tmp_path / "home")
+        assert code == 0, printed
+        config = load(result["config_path"])
+        found.append((config.name, config.source.path))
+    assert found[:2] == found[2:] == [("clicks", f"{tmp_path}/a/Clicks.csv"), ("clicks_2", f"{tmp_path}/b/Clicks.csv")]
+
+
 @pytest.mark.nightly
 def test_trials_put_the_best_values_into_the_file(command, tmp_path):
     rows = pd.DataFrame({"user": [i % 40 for i in range(900)], "age": [float(i * i % 1_000) for i in range(900)]})

@@ -1,8 +1,10 @@
 """Looks at a table or a source and writes a complete config for it."""
 
 import datetime
+import itertools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,11 +17,13 @@ import duckdb
 from pipeline.config import load
 from pipeline.config.draft import Draft, load_draft
 from pipeline.config.files import ROOT
+from pipeline.config.run import check_name
 from pipeline.data.formats.types import FILE, ROW
 from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.opening import SourceContext, duckdb_limits, open_raw_rows, open_source_rows
-from pipeline.extraction.samples import guess_unit, plain_name
+from pipeline.extraction.own_source import find_strangers, patterns_of, remembered
+from pipeline.extraction.samples import guess_unit, plain_name, unlabelled
 from pipeline.extraction.sources import key_family
 from pipeline.jobs.console import Console, step
 from pipeline.marks import keys_apart
@@ -27,7 +31,7 @@ from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import TableFacts, find_row_key, observe
 from pipeline.suggestion.shape import Shape
 from pipeline.suggestion.splits import ChosenSplit, choose_split
-from pipeline.suggestion.write import render_config
+from pipeline.suggestion.write import describe_ignored, render_config
 from pipeline.training.config import SPANS, TrainConfig
 from pipeline.transforms.schema import unknown_column
 from storage.artifacts import write_text
@@ -53,6 +57,8 @@ MACHINE_KEYS = keys_apart(TrainConfig) | {
 """Keys of `training` that fit a machine rather than the rows."""
 SETTINGS = ("model", "training")
 """Sections whose values are suggested."""
+KEPT = ("format", "date_format", "rename", "positive", "unlabelled")
+"""Keys of a config's source that stay where the command names other files."""
 POSITIVE = ("1", "1.0", "true", "t", "yes", "y", "positive", "pos", "click", "clicked")
 """Values of a label that count as 1 if the other value is not one of them."""
 
@@ -72,26 +78,79 @@ class DraftJob:
         return Warehouse(self.draft.tables, self.draft.home_path / "warehouse")
 
 
-def given_source(draft: Draft, path: str | None, label: str | None, day_column: str | None) -> Draft:
-    """Puts a source and a label that the command names over those of the draft.
+def given_source(
+    draft: Draft, path: str | None, label: str | None, day_column: str | None, words: Collection[str] = ()
+) -> Draft:
+    """Puts a source and a label that the command names over those of the draft, and names it after its files.
 
+    Args:
+        words: Dotted keys that the command names, too.
     Raises:
         ConfigError: If neither the draft nor the parameters name a source.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"source_keys": {}}
+    named = {key.split(".")[1] for key in words if key.startswith("source.")}
+    source = {} if draft.source is None else draft.source.model_dump(mode="json", exclude_unset=True)
     if path is not None:
-        kept = draft.source.model_dump(mode="json", exclude_defaults=True) if draft.source is not None else {}
-        kept = {key: value for key, value in kept.items() if key in ("format", "date_format", "rename", "positive")}
-        changes |= {"source": {**kept, "path": path, "day": None if day_column else ONE_DAY}, "split": None}
+        kept = {key: value for key, value in source.items() if key in KEPT or key in named}
+        source = {**kept, **draft.source_keys, "path": path}
+        changes["split"] = None
     elif draft.source is None:
         raise ConfigError("suggest", "a config with a source, or path=FILES", "neither", "Name one of them.")
-    else:
-        changes["source"] = draft.source.model_dump(mode="json")
     if day_column is not None:
-        changes["source"] |= {"day": None, "day_column": day_column}
+        source |= {"day": None, "day_column": day_column}
+    elif path is not None and not (source.get("day") or source.get("day_column")):
+        source["day"] = ONE_DAY
     if label is not None:
         changes["features"] = draft.features.model_dump() | {"label": label}
-    return load_draft(draft.model_dump(mode="json") | changes)
+    values = draft.model_dump(mode="json", exclude_unset=True) | changes | {"source": source}
+    return _named(load_draft(values))
+
+
+def _named(draft: Draft) -> Draft:
+    """Gives a draft without a name that of its files, and a number if the name is another source's already."""
+    paths = draft.source.path if draft.source is not None else None
+    if "name" in draft.model_fields_set or paths is None:
+        return draft
+    name = name_of_files(paths if isinstance(paths, str) else paths[0])
+    for number in itertools.count(1):
+        numbered = f"{name}_{number}" if number > 1 else name
+        found = draft.model_copy(update={"name": check_name(numbered)})
+        if not _is_taken(DraftJob(found, Console())):
+            return load_draft(draft.model_dump(mode="json", exclude_unset=True) | {"name": numbered})
+    raise AssertionError
+
+
+def _is_taken(job: DraftJob) -> bool:
+    """Whether the name is that of another source's table or suggested config."""
+    context = make_context(job)
+    path = suggested_path(job.draft)
+    if job.warehouse.has_table(job.draft.name):
+        return bool(find_strangers(context)) or not remembered(context)
+    other = load_draft(path).source if path.exists() else None
+    return other is not None and patterns_of(replace(context, source=other)) != patterns_of(context)
+
+
+def name_of_files(pattern: str) -> str:
+    """Returns a name for the rows of files: that of the file, or of the folder of many.
+
+    Example:
+        >>> [name_of_files(one) for one in ("/data/Clicks-2.csv.gz", "s3://logs/ads/day=*/*.parquet", "/d/adult/*.csv")]
+        ['clicks_2', 'ads', 'adult']
+        >>> name_of_files("/data/shop/part-00000.parquet"), name_of_files("2013_features.csv")
+        ('shop', 'mine_2013_rows')
+    """
+    parts = [part for part in pattern.split("://")[-1].split("/") if part and not re.search(r"[*?\[=]", part)]
+    parts = [re.split(r"\.(?=\w+$|\w+\.\w+$)", part)[0] for part in parts]
+    part = next((part for part in reversed(parts) if not re.fullmatch(r"part[-_].*|[\d_.-]*|~", part)), "mine")
+    name = re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_") or "mine"
+    name = name if name[0].isalpha() else f"mine_{name}"
+    return re.sub(r"(_(features|held|profile|quarantine|scores))$", "_rows", name)
+
+
+def suggested_path(draft: Draft) -> Path:
+    """Returns the file of a suggestion."""
+    return draft.home_path / "suggested" / f"{draft.name}.yaml"
 
 
 @dataclass(frozen=True)
@@ -118,7 +177,7 @@ def look(job: DraftJob, files: bool) -> Look:
     """
     draft, warehouse, label = job.draft, job.warehouse, job.draft.features.label
     with ExitStack() as stack:
-        if warehouse.has_table(draft.name) and not files:
+        if not files and has_own_table(job):
             snapshot = warehouse.current(draft.name)
             spill = stack.enter_context(ScratchFolder("suggest-", warehouse.home / "tmp"))
             connection = stack.enter_context(connect([], Path(spill), **duckdb_limits(None)))
@@ -162,6 +221,11 @@ def _look(
     apart = [label, *([draft.features.weight] if draft.features.weight else [])]
     split = choose_split(observed, draft.split, lambda: find_row_key(connection, rows, observed, apart))
     return Look(observed, split, source, notes)
+
+
+def has_own_table(job: DraftJob) -> bool:
+    """Whether there is a table of the draft's name, and of its source."""
+    return job.warehouse.has_table(job.draft.name) and not find_strangers(make_context(job))
 
 
 def make_context(job: DraftJob) -> SourceContext:
@@ -208,6 +272,11 @@ def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
                     f"source.positive: '{keys['positive']}' counts as 1, "
                     + " and ".join(f"'{value}'" for value in found if value != keys["positive"]) + " as 0"
                 )  # fmt: skip
+        if source.outcomes is None and label in types and source.unlabelled == "quarantine":
+            query = f"SELECT count(*) FROM {quote(raw.view)} WHERE {unlabelled(label)}"
+            if count := raw.connection.sql(query).fetchall()[0][0]:
+                keys["unlabelled"] = "skip"
+                notes.append(f"{count:,} rows are left out: label is null (source.unlabelled: skip)")
     if not keys:
         return job, notes
     label = keys.get("rename", {}).get(label, label)
@@ -282,15 +351,15 @@ def write_suggestion(job: DraftJob, files: bool) -> Written:
         files: Looks at the source even if there is a table.
     """
     notes: list[str] = []
-    if files or not job.warehouse.has_table(job.draft.name):
+    if files or not has_own_table(job):
         job, notes = adapt_source(job)
     seen = look(job, files)
     written = write(job, replace(seen, notes=(*notes, *seen.notes)))
     logger, suggestion = job.console.log, written.suggestion
     for note in written.seen.notes:
         logger.info("%s", note)
-    for choice in suggestion.of("ignored"):
-        logger.info("left out: %s: %s", choice.fact.name, choice.why)
+    for line in describe_ignored(suggestion.of("ignored")):
+        logger.info("left out: %s", line)
     logger.info("split: %s", suggestion.split.why)
     counts = [len(suggestion.of(use)) for use in ("dense", "sparse", "ignored")]
     logger.info("%s dense, %s sparse, %s left out: %s", *counts, written.path)
@@ -309,14 +378,15 @@ def write(job: DraftJob, seen: Look, tuned: Mapping[str, Mapping[str, Any]] = Ma
         apart[draft.evaluation.true_probability] = "the true probability (evaluation.true_probability)"
     if weight:
         apart[weight] = "the rows' weight"
-    if draft.source is not None and draft.source.day_column and seen.split.by_time:
-        apart[draft.source.day_column] = f"gives the column {DAY}"
-    suggestion = suggest(seen.observed, label, seen.split, apart)
+    source = draft.source
+    gives_day = (source.day_column, source.day_unit) if source is not None and source.day_column else None
+    suggestion = suggest(seen.observed, label, seen.split, apart, gives_day)
     seen = replace(seen, notes=tuple(dict.fromkeys([*seen.notes, *suggestion.notes])))
     suggestion = replace(suggestion, shape=_choose_settings(job, suggestion.shape, tuned))
     rows, days = seen.observed.rows, len(seen.observed.days)
-    text = render_config(suggestion, draft.sections(), rows, days, seen.source, weight, seen.notes)
-    path = draft.home_path / "suggested" / f"{draft.name}.yaml"
+    path = suggested_path(draft)
+    shown = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    text = render_config(suggestion, draft.sections(), rows, days, seen.source, weight, seen.notes, shown)
     write_text(path, text, 0o600)  # the catalog's properties may hold a password
     load(path)
     return Written(job, seen, suggestion, path)

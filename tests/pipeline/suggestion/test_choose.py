@@ -11,12 +11,12 @@ import yaml
 
 from pipeline.data.config import SplitConfig
 from pipeline.errors import ConfigError
-from pipeline.suggestion.choose import Suggestion, patterns
+from pipeline.suggestion.choose import Suggestion, patterns, suggest
 from pipeline.suggestion.write import render_config
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
 from storage.reader import DAY
-from tests.pipeline.suggestion.observing import suggest_for
+from tests.pipeline.suggestion.observing import look, suggest_for
 
 DAYS = [datetime.date(2025, 3, 1) + datetime.timedelta(days=i) for i in range(4)]
 
@@ -225,3 +225,38 @@ def test_ids_of_a_single_day_are_left_out_of_a_split_by_days(tmp_path: Path) -> 
     hours = [f"{day} {i % 24}h" for i, day in enumerate(rows[DAY].to_pylist())]
     (hour,) = [one for one in suggest_for(rows.append_column("hour_of_day", pa.array(hours)), tmp_path).choices if one.fact.name == "hour_of_day"]  # fmt: skip
     assert hour.why == "a value occurs on 1.0 days: test days have values that no training day has"
+
+
+def test_the_column_that_gives_the_day_gives_the_hour_too(tmp_path: Path) -> None:
+    """Also in numbers, whatever its name, if the config knows their unit. A day alone has no hour."""
+    rows, draw = table(), np.random.default_rng(5)
+    hours = draw.integers(0, 86_400, 4_000)
+    moments = np.array(
+        [datetime.datetime.combine(day, datetime.time()) for day in rows[DAY].to_pylist()], "datetime64[s]"
+    )
+    moments += hours.astype("timedelta64[s]")
+    rows = rows.append_column("happened", pa.array(moments)).append_column("clock", pa.array(moments.astype(np.int64)))
+    rows = rows.append_column("text_day", rows[DAY].cast(pa.string()))
+    observed, split = look(rows, tmp_path)
+    for given in (("happened", None), ("clock", "seconds"), ("text_day", None)):
+        made = suggest(observed, "label", split, {}, given)
+        (choice,) = [one for one in made.choices if one.fact.name == given[0]]
+        expected = [] if given[0] == "text_day" else [f"{given[0]}_hour"]
+        assert [one.column for one in choice.features] == expected, choice.why
+    assert made.shape.model["embedding_width"] == 16, "seconds of a time are no ids"
+
+
+def test_numbers_with_many_values_stay_numbers_and_inexact_ids_are_named(tmp_path: Path) -> None:
+    draw, rows = np.random.default_rng(4), table()
+    rows = rows.append_column("weight_of_car", pa.array(draw.lognormal(10.0, 1.0, 4_000).astype(np.int64)))
+    rows = rows.append_column("line", pa.array(np.arange(4_000)))
+    rows = rows.append_column("ad_id", pa.array(2.0**60 + 4_096.0 * draw.integers(0, 200, 4_000)))
+    for number in range(3):
+        rows = rows.append_column(f"empty_{number}", pa.array(np.full(4_000, 7)))
+    made = suggest_for(rows, tmp_path)
+    found = {choice.fact.name: choice for choice in made.choices}
+    assert (found["weight_of_car"].use, found["line"].use) == ("dense", "ignored")
+    assert found["ad_id"].why.startswith("ids beyond 2^53 as floats")
+    text = render_config(made, {"name": "t", "source": {"path": "x"}}, 4_000, 4, "files", path="/home/x/t.yaml")
+    assert "always, empty_0, empty_1, empty_2: constant: one distinct value" in text
+    assert "python -m flows.suggest /home/x/t.yaml trials=12" in text
