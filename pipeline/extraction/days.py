@@ -64,8 +64,9 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         f" {'NULL' if windows is None else which} AS aside FROM {rows.view} GROUP BY {DAY}, __file"
     )
     found = rows.connection.sql(
-        f"SELECT {DAY}, sum(rows)::BIGINT, sum(bad)::BIGINT, map(list(__file ORDER BY __file), list(rows ORDER BY __file)),"
-        f" sum(aside) FROM ({counted}) GROUP BY {DAY} ORDER BY {DAY}"
+        f"SELECT {DAY}, sum(rows)::BIGINT, sum(bad)::BIGINT,"
+        f" map(list(__file ORDER BY __file), list(rows ORDER BY __file)), sum(aside)"
+        f" FROM ({counted}) GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
     _check_counts(rows, [files for _, _, _, files, _ in found], context.warehouse.config.catalog)
     sides = {one.path: fingerprint(_as_json(map(stamp, files)))[:16] for one, files in lookups.items()}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from tests.fuzz import access, checkpoints, configs, folders, launch, messages, records, scoring, service, tables
+from tests.fuzz import access, checkpoints, configs, door, folders, launch, messages, records, scoring, service, tables
 from tests.fuzz.harness import Input
 
 INPUTS: Mapping[str, Input] = {
@@ -13,6 +13,7 @@ INPUTS: Mapping[str, Input] = {
     "csv": tables.csv,
     "json lines": tables.json_lines,
     **({"avro": tables.avro} if find_spec("fastavro") else {}),
+    "door": door.door,
     "parquet": tables.parquet,
     "side table": tables.side_table,
     "ingest": tables.ingest,

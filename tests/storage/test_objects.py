@@ -12,7 +12,7 @@ import duckdb
 import pytest
 
 from pipeline.data.formats.files import find_files, stamp
-from pipeline.extraction.sources import as_pattern
+from pipeline.data.formats.reading import as_pattern
 from storage import objects
 from storage.config import WarehouseConfig
 from storage.errors import StorageError

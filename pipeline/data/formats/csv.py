@@ -118,8 +118,9 @@ def refuse_like_names(where: str, names: "list[str] | tuple[str, ...]") -> None:
     """
     seen: dict[str, str] = {}
     for name in names:
-        other = seen.setdefault(name.lower(), name)
-        if other is not name:
+        other = seen.get(name.lower())
+        seen[name.lower()] = name
+        if other is not None:
             found = f"'{name}' twice" if other == name else f"'{other}' and '{name}'"
             raise DataError(where, "names that differ in more than their case", found, "Rename one in the files.")
 

@@ -38,7 +38,8 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: P
     where = f"JSON file '{file.name}'"
     objects = f"read_json_objects({options})"
     others = connection.sql(
-        f"SELECT row_number() OVER () AS line FROM {objects} WHERE json_type(json) <> 'OBJECT' LIMIT 1"
+        f"SELECT place FROM (SELECT row_number() OVER () AS place, json FROM {objects})"
+        " WHERE json_type(json) <> 'OBJECT' LIMIT 1"
     )
     if (odd := others.fetchall()) != []:
         raise DataError(where, "one object a line", f"another value, {_nth(odd[0][0])}", "Correct the file.")

@@ -218,7 +218,7 @@ def read_files(
     if not with_rows:
         raise DataError(f"file '{files[0].file.name}'", "at least one line", "an empty file", "Write the file again.")
     groups = _group(connection, with_rows)
-    rows = [_read_group(connection, group, numbered) for group in groups]
+    rows = [_decode_bytes(_read_group(connection, group, numbered)) for group in groups]
     kinds = [dict(zip(part.columns, map(str, part.types), strict=True)) for part in rows]
     names = [[name for name in part if name not in (FILE, ROW)] for part in kinds]
     every = list(dict.fromkeys(name for part in names for name in part))
@@ -232,7 +232,7 @@ def read_files(
         view = f"files_{_next(connection)}_{number}"
         (part.select(f"* REPLACE ({replaced})") if replaced else part).create_view(view)
         parts.append(f"SELECT * FROM {view}")
-    joined = _decode_bytes(connection.sql(" UNION ALL BY NAME ".join(parts)))
+    joined = connection.sql(" UNION ALL BY NAME ".join(parts))
     texts = {name for name, kind in zip(joined.columns, map(str, joined.types), strict=True) if kind == "VARCHAR"}
     typed = {}
     for name in texts - {FILE, *as_text}:

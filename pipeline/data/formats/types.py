@@ -102,7 +102,8 @@ def _fits(column: str, kind: str) -> str:
     elif kind == "BOOLEAN":
         test = f"lower({column}) IN ('true', 'false')"
     elif kind == "DOUBLE":
-        test = f"regexp_full_match({column}, '{_DECIMAL}')"
+        shortest = f"(length({column}) < 16 OR CAST(TRY_CAST({column} AS DOUBLE) AS VARCHAR) = {column})"
+        test = f"regexp_full_match({column}, '{_DECIMAL}') AND {shortest}"  # more digits than a number keeps
     else:
         test = f"coalesce(CAST(TRY_CAST({column} AS {kind}) AS VARCHAR) = {column}, false)"
         if kind == "HUGEINT":
@@ -180,6 +181,9 @@ def _target(
 ) -> str:
     if len(found) == 1:
         return next(iter(found))
+    if "BLOB" in found:
+        place = where[items.index("BLOB")]
+        raise DataError(f"column '{name}' of {place}", "text in UTF-8, as in other files", "bytes", "Write it as text.")
     if all(_is_whole(kind) or kind == "BOOLEAN" for kind in found):
         return _widest(found)
     if all(_is_whole(kind) or _is_fractional(kind) for kind in found):

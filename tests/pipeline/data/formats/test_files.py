@@ -71,6 +71,6 @@ def test_files_of_a_table_are_refused(tmp_path: Path, mark: str, kind: str, file
         (tmp_path / "t" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "t" / name).write_text("x\n")
     with pytest.raises(
-        ConfigError, match=rf"got data files of the {kind} table '.*/t', .* Read it as a table with source\.table"
+        ConfigError, match=rf"got data files of the {kind} table '.*/t'. Read it as a table with source\.table"
     ):
         find_files("t/**/*.parquet", tmp_path, "source.path")

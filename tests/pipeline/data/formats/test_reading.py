@@ -1,0 +1,270 @@
+"""Files as other programs write them: each row and value is read, or one sentence says why not."""
+
+import gzip
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.data.formats.reading import copy_typed, count_rows_of, read_files, readable_files
+from pipeline.data.formats.types import FILE
+from pipeline.errors import DataError
+from storage.query import connect
+
+Read = Callable[..., dict[str, list[Any]]]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Reads files of tmp_path together: column -> values."""
+
+    def run(*names: str, **options: Any) -> dict[str, list[Any]]:
+        home = tmp_path / "home"
+        with ExitStack() as stack:
+            files = stack.enter_context(readable_files({tmp_path / name: "auto" for name in names}, home))
+            connection = stack.enter_context(connect([tmp_path, home], home / "spill", threads=1))
+            rows = read_files(connection, [files[tmp_path / name] for name in names], **options)
+            found = dict(zip(rows.columns, zip(*rows.fetchall(), strict=True), strict=True))
+        assert list(home.iterdir()) == [home / "spill"]  # copies are gone
+        return {name: [*values] for name, values in found.items() if name != FILE}
+
+    return run
+
+
+@pytest.mark.parametrize("first", ["#1001", "#sale", "//", "%x", "--", "!", ";x", "'a", '""""', "@"])
+def test_no_line_is_a_comment(tmp_path: Path, read: Read, first: str) -> None:
+    lines = [f"{first},{number}" if number % 2 else f"a{number},{number}" for number in range(30)]
+    (tmp_path / "a.csv").write_text("\n".join(["word,n", *lines, ""]))
+    assert read("a.csv")["n"] == list(range(30))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n3,4\na,b,c\n5,6,7\n", "line 4: Expected Number of Columns: 2 Found: 3"),
+        ("a,b\n1,2\n3\n", "line 3: Expected Number of Columns: 2 Found: 1"),
+        ('a,b\n1,2\n3,"x\n', "line 3: Value with unterminated quote found"),
+        ("a,a\n1,2\n", "'a' twice"),
+        ("id,ID\n1,2\n", "'id' and 'ID'"),
+    ],
+)
+def test_lines_that_do_not_fit_are_named(tmp_path: Path, read: Read, text: str, said: str) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(DataError) as error:
+        read("a.csv")
+    assert "CSV file 'a.csv'" in str(error.value)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["F", "T"], ["F", "T"]),
+        (["yes", "no"], ["yes", "no"]),
+        (["true", "false"], ["true", "false"]),
+        (["0x1A", "26"], ["0x1A", "26"]),
+        (["1.10", "1.9"], ["1.10", "1.9"]),
+        (["1.10", "2.95"], [1.1, 2.95]),
+        (["1.5", "2", "-0.25"], [1.5, 2.0, -0.25]),
+        (["007", "42"], ["007", "42"]),
+        (["+5", "6"], ["+5", "6"]),
+        (["NA", "DE"], ["NA", "DE"]),
+        (["null", "nan"], ["null", "nan"]),
+        (["1e5", "2e5"], ["1e5", "2e5"]),
+        (["1e-05", "0.5"], [1e-05, 0.5]),
+        (["12345678901234567890123", "1"], ["12345678901234567890123", "1"]),
+        (["0.1234567890123456789", "1"], ["0.1234567890123456789", "1"]),
+        ([f"{2**64 - 1}", "5"], [2**64 - 1, 5]),
+        ([f"{2**62}", "-5"], [2**62, -5]),
+    ],
+)
+def test_text_becomes_a_number_only_where_nothing_is_lost(
+    tmp_path: Path, read: Read, texts: list[str], expected: list[Any]
+) -> None:
+    for number, text in enumerate(texts):  # a file each: types are decided over all
+        (tmp_path / f"{number}.csv").write_text(f"x,y\n{text},a\n,b\n")
+    found = read(*(f"{number}.csv" for number in range(len(texts))))["x"]
+    assert found == [one for value in expected for one in (value, None)]
+
+
+def test_text_of_a_table_stays_text(tmp_path: Path, read: Read) -> None:
+    (tmp_path / "a.csv").write_text("x,y,z\n5,5,inf\n6,6.5,2\n")
+    assert read("a.csv", stored={"x": "VARCHAR", "y": "VARCHAR", "z": "DOUBLE"}) == {
+        "x": ["5", "6"], "y": ["5", "6.5"], "z": [float("inf"), 2.0],
+    }  # fmt: skip
+
+
+LARGE = 2**60 + 1
+
+
+@pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
+@pytest.mark.parametrize(
+    ("second", "expected"),
+    [
+        ([5.0, None], [LARGE, 7, 5, None]),  # pandas writes whole numbers with nulls as fractions
+        ([2.5, 1.0], None),
+        ([float(2**60), 1.5], None),
+    ],
+)
+def test_whole_numbers_stay_exact_whatever_another_file_says(
+    tmp_path: Path, read: Read, form: str, second: list[Any], expected: list[Any] | None
+) -> None:
+    for name, values in (("1", [LARGE, 7]), ("2", second)):
+        path = tmp_path / f"{name}.{form}"
+        if form == "parquet":
+            pq.write_table(pa.table({"x": values}), path)
+        elif form == "csv":
+            path.write_text("x,y\n" + "".join(f"{'' if one is None else one},a\n" for one in values))
+        else:
+            path.write_text("".join(json.dumps({"x": one}) + "\n" for one in values))
+    if form == "csv":  # text says all
+        found = read("1.csv", "2.csv")["x"]
+        assert [None if one is None else Decimal(one) for one in found] == [None if one is None else Decimal(repr(one)) for one in [LARGE, 7, *second]]  # fmt: skip
+    elif expected is None:
+        with pytest.raises(
+            DataError, match=rf"column 'x' of '2\.{form}'.* one of which is {LARGE}, got .* Write ids as"
+        ):
+            read(f"1.{form}", f"2.{form}")
+    else:
+        assert read(f"1.{form}", f"2.{form}")["x"] == expected
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (pa.array([1], pa.int32()), pa.array([2**40]), [1, 2**40]),
+        (pa.array([1], pa.int32()), pa.array([0.5]), [1.0, 0.5]),
+        (pa.array([2**64 - 1], pa.uint64()), pa.array([3]), [2**64 - 1, 3]),
+        (pa.array([Decimal(2**62)], pa.decimal128(38, 0)), pa.array([3]), [2**62, 3]),
+        (pa.array([Decimal(2**62)], pa.decimal128(38, 2)), pa.array([2**62 + 1]), [2**62, 2**62 + 1]),
+        (pa.array([2**24], pa.float32()), pa.array([2**60]), [2**24, 2**60]),
+        (pa.array(["a"]), pa.array([2**60]), ["a", f"{2**60}"]),
+        (pa.array(["a"]), pa.array([5.0]), ["a", "5"]),
+        (pa.array([[1, 2]]), pa.array([3]), [[1, 2], [3]]),
+        (pa.array([[1, 2]]), pa.array([[2**60]]), [[1, 2], [2**60]]),
+        (pa.array([True]), pa.array([3]), [1, 3]),
+        (pa.nulls(1), pa.array([2**60]), [None, 2**60]),
+        (pa.array([b"a"]), pa.array(["b"]), ["a", "b"]),
+    ],
+)
+def test_one_type_over_all_files(
+    tmp_path: Path, read: Read, one: pa.Array, other: pa.Array, expected: list[Any]
+) -> None:
+    pq.write_table(pa.table({"x": one}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"y": ["b"], "x": other}), tmp_path / "2.parquet")
+    assert read("1.parquet", "2.parquet") == {"x": expected, "y": [None, "b"]}
+    assert read("2.parquet", "1.parquet") == {"x": expected[::-1], "y": ["b", None]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (pa.array([2.0**24 + 2], pa.float32()), pa.array([2**60]), "whole numbers, as in other files"),
+        (pa.array([0], pa.timestamp("us")), pa.array([0], pa.timestamp("us", "UTC")), "times without a zone"),
+        (pa.array([b"\xff"]), pa.array(["b"]), "text in UTF-8"),
+    ],
+)
+def test_types_that_exclude_each_other_are_refused(
+    tmp_path: Path, read: Read, one: pa.Array, other: pa.Array, said: str
+) -> None:
+    pq.write_table(pa.table({"x": one}), tmp_path / "1.parquet")
+    pq.write_table(pa.table({"x": other}), tmp_path / "2.parquet")
+    with pytest.raises(DataError, match=rf"^column 'x' of '[12]\.parquet': expected {said}"):
+        read("1.parquet", "2.parquet")
+
+
+def test_a_value_among_lists_is_a_list_of_one(tmp_path: Path, read: Read) -> None:
+    lines = [{"x": [1, 2, 3], "s": ["a"]}, {"x": 4, "s": "b"}, {"x": None}, {"x": [], "s": []}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read("a.jsonl") == {"x": [[1, 2, 3], [4], None, []], "s": [["a"], ["b"], None, []]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('{"id": 1, "ID": 2}\n', "'ID' and 'id'"),
+        ('{"user_id": 1}\n{"User_Id": 2}\n', "'User_Id' and 'user_id'"),
+        ('{"x": 1}\n[1, 2]\n', "one object a line, got another value, the first of which is object 2"),
+        (f'{{"x": {LARGE}}}\n{{"x": 0.5}}\n', f"whole numbers of 64 bits, as {LARGE} is, got 0.5"),
+        (f'{{"x": [{LARGE}, 0.5]}}\n', "whole numbers of 64 bits"),
+    ],
+)
+def test_objects_that_cannot_be_one_table_are_refused(tmp_path: Path, read: Read, lines: str, said: str) -> None:
+    (tmp_path / "a.jsonl").write_text(lines)
+    with pytest.raises(DataError) as error:
+        read("a.jsonl")
+    assert said in str(error.value)
+
+
+def test_names_of_several_files_differ_in_more_than_case(tmp_path: Path, read: Read) -> None:
+    (tmp_path / "a.csv").write_text("user,n\n1,2\n")
+    (tmp_path / "b.jsonl").write_text('{"User": 1}\n')
+    with pytest.raises(DataError, match="expected names that differ in more than their case, got 'user' and 'User'"):
+        read("a.csv", "b.jsonl")
+    pq.write_table(pa.table([[1], [2]], names=["x", "x"]), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match="got 'x' twice"):
+        read("c.parquet")
+
+
+def test_formats_may_be_mixed_and_files_may_be_empty(tmp_path: Path, read: Read) -> None:
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"\xef\xbb\xbfx;y\r\n1;a\r\n\r\n2;b\r\n"))
+    (tmp_path / "b.csv").write_text("")
+    (tmp_path / "c.jsonl").write_text('{"y": "c", "x": 3}\n\n')
+    (tmp_path / "d.csv").write_text("x,y\n")
+    pq.write_table(pa.table({"filename": ["f"]}), tmp_path / "e.parquet")
+    assert read("a.csv.gz", "b.csv", "c.jsonl", "d.csv", "e.parquet") == {
+        "x": [1, 2, 3, None], "y": ["a", "b", "c", None], "filename": [None, None, None, "f"],
+    }  # fmt: skip
+
+
+def test_rows_are_counted_by_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.csv").write_text('x,y\n1,"two\nlines"\n2,b\n')
+    (tmp_path / "b.jsonl").write_text('{"x": 1}\n{"x": 2}\n{"x": 3}')
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "c.parquet")
+    files = {tmp_path / name: "auto" for name in ("a.csv", "b.jsonl", "c.parquet")}
+    with readable_files(files, tmp_path / "home") as read:  # type: ignore[arg-type]
+        assert [count_rows_of(read[file], {}) for file in files] == [2, 3, 2]
+    lossy = duckdb.DuckDBPyConnection.read_csv
+
+    class Lossy:
+        """A reader that drops a row without a word."""
+
+        def __init__(self, connection: Any) -> None:
+            self.connection = connection
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.connection, name)
+
+        def __enter__(self) -> "Lossy":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.connection.close()
+
+        def read_csv(self, *args: Any, **options: Any) -> Any:
+            return lossy(self.connection, *args, **options).limit(1)
+
+    monkeypatch.setattr(
+        "pipeline.data.formats.reading.connect", lambda *args, **options: Lossy(connect(*args, **options))
+    )
+    with (
+        pytest.raises(DataError, match=r"file 'a\.csv': expected 2 rows, as its lines say, got 1"),
+        readable_files({tmp_path / "a.csv": "csv"}, tmp_path / "home"),
+    ):
+        pass
+
+
+def test_copies_have_the_types_of_all_files(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"x,y\n{2**64 - 1},NA\n")
+    (tmp_path / "b.csv").write_text("x,y\n5,\n")
+    copies = copy_typed([tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path)
+    assert [pq.read_table(copy).to_pydict() for copy in copies] == [
+        {"x": [2**64 - 1], "y": ["NA"]}, {"x": [5], "y": [None]},
+    ]  # fmt: skip
