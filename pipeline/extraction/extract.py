@@ -9,6 +9,8 @@ from functools import partial
 from pydantic import BaseModel
 
 from pipeline.data.day_notes import DayNote, day_notes
+from pipeline.data.formats.checksums import verify_pages
+from pipeline.data.formats.files import address_of
 from pipeline.data.joined.states import note_states
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, DayCheck, worst_outcome
@@ -175,6 +177,7 @@ def extract(
             named = ", ".join(f"{name} ({kind})" for name, kind in rows.left_out.items())
             warn(f"columns left out, which the warehouse has no type for and no feature reads: {named}")
         plan = _plan_days(ingest)
+        _verify_files(rows, plan.due, context)
         profiled, checked = _check_days(ingest, plan)
         if checked.days:
             on_checked(checked)
@@ -240,6 +243,14 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         first=first,
         elsewhere=0 if context.only else sum(day >= first for day in stored.keys() - {day.day for day in days}),
     )
+
+
+def _verify_files(rows: OpenSource, due: Sequence[SourceDay], context: SourceContext) -> None:
+    """Compares the files of the due days with their checksums, if they have some."""
+    wanted = {name for day in due for name in day.files}
+    for file in rows.files:
+        if rows.read[file].form == "parquet" and address_of(file) in wanted:
+            verify_pages(file, context.warehouse.config.catalog)
 
 
 def _refuse_other_declaration(context: SourceContext, definition: str) -> None:
