@@ -36,7 +36,7 @@ def consistency(
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
-        served: Rows as they were served: Parquet or CSV files (a folder, path or glob), or a table of the warehouse;
+        served: Rows as they were served: files of any format (a folder, path or glob), or a table of the warehouse;
             None: compares with the sources of a training.
         on: Columns that tell which row is which, such as user and time. `served` needs them. Otherwise they name the
             examples; none: keys and times of the sources.

@@ -48,7 +48,7 @@ class EventColumns:
 
     Args:
         record: The model's.
-        logs: Table or path of a log, as the model's config names it -> what is read in its place: Parquet or CSV files
+        logs: Table or path of a log, as the model's config names it -> what is read in its place: files of any format
             (a path, a glob or a list of them), or `{table: NAME, catalog: PROPERTIES}`: a table that an ingest made of
             `events`. Columns of other logs are not computed.
         wanted: The model's raw columns, with their types.

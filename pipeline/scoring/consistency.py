@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from pipeline.data.differences import ColumnDifferences, common_form, to_form
-from pipeline.data.formats.files import CSV, address_of, find_files, stamp
+from pipeline.data.formats.files import address_of, find_files, form_of, stamp
 from pipeline.data.joined.raw import RawRows
 from pipeline.data.joined.reader import FeatureJoinReader, Reader, joined_schema, open_reader
 from pipeline.data.joined.source import PinnedSource
@@ -60,7 +60,7 @@ def open_served(warehouse: Warehouse, served: str, root: Path) -> list[RawRows]:
     """Opens rows as they were served: each file, or a table of the warehouse.
 
     Args:
-        served: A table's name, or a path or glob of Parquet or CSV files. Of a folder, its Parquet files.
+        served: A table's name, or a path or glob of files of any format. Of a folder, its Parquet files.
         root: Folder that relative paths start from.
     Raises:
         ConfigError: If there is no such file.
@@ -69,7 +69,7 @@ def open_served(warehouse: Warehouse, served: str, root: Path) -> list[RawRows]:
     """
     where = f"{SERVED} '{served}'"
     folder = not is_address(served) and (root / Path(served).expanduser()).is_dir()
-    if not folder and not CSV.search(served) and not any(part in served for part in PATH):
+    if not folder and form_of(Path(served), "auto") == "parquet" and not any(part in served for part in PATH):
         return [RawRows(warehouse, where, (), (), warehouse.current(served))]
     files = find_files(f"{served}/*.parquet" if folder else served, root, SERVED, warehouse.config.catalog)
     return [RawRows(warehouse, where, (address_of(file),), (stamp(file),)) for file in files]

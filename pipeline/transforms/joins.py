@@ -31,7 +31,7 @@ class _Source(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=T
     """Name of its list in the config."""
 
     path: str | tuple[str, ...] | None = None
-    """Parquet or CSV files: a path, a glob or a list of them. Relative paths start at the checkout, or at the
+    """Files of any format: a path, a glob or a list of them. Relative paths start at the checkout, or at the
     current folder."""
     table: str | None = None
     """Another table of the warehouse, in place of files."""
