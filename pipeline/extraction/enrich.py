@@ -201,7 +201,7 @@ def _write_days(
         batches = _join_rows(reader, day, sides, columns.written, partial(_report_from, report, done, total))
         replace_days(
             warehouse, snapshot.table, {day: identities.get(day, "")}, columns.written, batches, plan.rows[day],
-            made_of=snapshot, notes={day: plan.notes[day]}, same=contents,
+            made_of=snapshot, anew=columns.added.names, notes={day: plan.notes[day]}, same=contents,
         )  # fmt: skip
         done += plan.rows[day]
 

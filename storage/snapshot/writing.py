@@ -1,7 +1,7 @@
 """Writes to tables: replaces whole days or appends a few rows, in one commit each."""
 
 import datetime
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
 
@@ -14,6 +14,7 @@ from pyiceberg.table.snapshots import Operation
 from storage.arrow import family_of, is_same_type
 from storage.config import find_owner
 from storage.errors import ConflictError, StorageError
+from storage.keys import is_key
 from storage.snapshot.catalog import PART_OF, create_table
 from storage.snapshot.commit import CachedTransaction, RecordingIO, ReplacedDays, committing
 from storage.snapshot.day_rule import days_filter
@@ -38,6 +39,7 @@ def replace_days(
     batches: Iterable[pa.RecordBatch],
     rows: int,
     made_of: SnapshotRef | None = None,
+    anew: Collection[str] = (),
     **records: Unpack[DayRecords],
 ) -> SnapshotRef:
     """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
@@ -50,10 +52,12 @@ def replace_days(
         batches: The rows, all of them in `days`.
         rows: Expected number of rows, checked before the commit and against the table after it.
         made_of: The snapshot that the new rows were derived from.
+        anew: Columns that are added again if another engine has dropped them. Earlier days have nulls there.
         records: As in `replace_files`.
     Raises:
         ConflictError: If another writer changed one of these days in the meantime.
-        StorageError: If the row counts differ, a row belongs to another day, or a column changed its type.
+        StorageError: If the row counts differ, a row belongs to another day, or a column changed its type or was
+            renamed or dropped by another engine.
     """
 
     def files(writer: DataFileWriter) -> Iterator[DataFile]:
@@ -67,7 +71,7 @@ def replace_days(
                 "The source changed while it was read. Run the command again.",
             )  # fmt: skip
 
-    table = _evolve(warehouse, name, schema)
+    table = _evolve(warehouse, name, schema, anew)
     if made_of is not None:
         _refuse_changed(warehouse, table, made_of, days)
     reference = replace_files(warehouse, table, days, files, **records)
@@ -174,7 +178,7 @@ def _assert_rows(warehouse: Warehouse, reference: SnapshotRef, days: Sequence[da
         )  # fmt: skip
 
 
-def _evolve(warehouse: Warehouse, name: str, schema: pa.Schema) -> Table:
+def _evolve(warehouse: Warehouse, name: str, schema: pa.Schema, anew: Collection[str] = ()) -> Table:
     """Creates the table or adds missing columns. Retries if another writer changes the schema first."""
     for column in schema.names:
         check_name(column)
@@ -185,6 +189,7 @@ def _evolve(warehouse: Warehouse, name: str, schema: pa.Schema) -> Table:
                 create_table(warehouse.catalog, identifier, schema, warehouse.default_layout.properties())
             table = warehouse.writable(name)
             _refuse_stranger(table, schema)
+            _refuse_split(table, schema.names, anew)
             _check_types(name, table.schema().as_arrow(), schema)
             if not _holds_all(table.schema().as_arrow(), schema):
                 with table.update_schema() as update:
@@ -213,6 +218,33 @@ def _refuse_stranger(table: Table, schema: pa.Schema) -> None:
         f"table '{name}'", f"the one that belongs to table '{owner}'", f"a table without {', '.join(missing)}",
         f"Rename table '{name}', or set another name than '{owner}'.",
     )  # fmt: skip
+
+
+def _refuse_split(table: Table, names: Collection[str], anew: Collection[str]) -> None:
+    """Refuses to write a column by a name that another engine took from it: its values would be in two columns.
+
+    A renamed column may be written by its new name. A map may be gone if its keys have columns.
+
+    Args:
+        anew: Names that may be added again after a drop.
+    """
+    fields = {(field.name, field.field_id) for schema in table.schemas().values() for field in schema.fields}
+    now = {field.field_id: field.name for field in table.schema().fields}
+    for name, number in sorted(fields):
+        there, where = now.get(number), f"column '{name}' of table '{table.name()[-1]}'"
+        if there == name or name not in names:
+            continue
+        if there is not None and not (there in names and {one for old, one in fields if old == there} == {number}):
+            raise StorageError(
+                where, f"field {number} of that name", f"another engine's rename of it to '{there}'",
+                f'Rename it back, or follow it in the source with rename={{"{name}": "{there}"}} and in the features.',
+            )  # fmt: skip
+        gone = there is None and name not in now.values() and name not in anew
+        if gone and not any(is_key(column, [name]) for column in now.values()):
+            raise StorageError(
+                where, f"field {number}, which it was", "a drop of it by another engine. It would be null in all "
+                "earlier days", f'Give the source\'s column another name, such as rename={{"{name}": "{name}_2"}}.',
+            )  # fmt: skip
 
 
 def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:

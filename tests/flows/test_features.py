@@ -147,7 +147,7 @@ def test_a_feature_dropped_and_added_again_has_no_old_values(small, caplog):
     with warehouse.table("smoke").update_schema() as update:
         update.delete_column("num_price")
     day = datetime.date(2025, 2, 1)
-    write_days(warehouse, rows_of(day, num_price=[1.5]), name="smoke")
+    write_days(warehouse, rows_of(day, num_price=[1.5]), name="smoke", anew=["num_price"])
 
     from pipeline.jobs.training.run import pin_job
 

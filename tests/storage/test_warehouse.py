@@ -179,7 +179,7 @@ def test_a_column_dropped_and_added_again_is_null_in_old_files(warehouse: Wareho
     old = write(warehouse, rows(DAY1, 3, x=[1.0, 2.0, 3.0]))
     with warehouse.table("events").update_schema() as update:
         update.delete_column("x")
-    new = write(warehouse, rows(DAY2, 1, x=[9.0]))
+    new = write(warehouse, rows(DAY2, 1, x=[9.0]), anew=["x"])
     assert read(warehouse, new, ["x"])["x"].dropna().tolist() == [9.0]
     assert read(warehouse, old, ["x"])["x"].tolist() == [1.0, 2.0, 3.0]
 

@@ -74,6 +74,8 @@ def test_a_column_dropped_and_added_again_has_no_values_in_old_files(warehouse: 
     write(warehouse, DAYS[0], 3, x=[1.0, 2.0, 3.0])
     with warehouse.table("events").update_schema() as update:
         update.delete_column("x")
+    with warehouse.table("events").update_schema() as update:
+        update.union_by_name(pa.schema([("x", pa.float64())]))
     snapshot = write(warehouse, DAYS[1], 2, x=[9.0, 9.0])
     assert footers(warehouse, snapshot).without_values(["x"], [DAYS[0]]).columns == ["x"]
     assert footers(warehouse, snapshot).without_values(["x"]).columns == []
