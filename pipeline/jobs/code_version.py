@@ -1,6 +1,5 @@
 """Versions of the code and of its dependencies."""
 
-import hashlib
 import importlib.metadata
 import subprocess
 from functools import cache
@@ -8,14 +7,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, TypeAdapter
 
+from pipeline.processes.build import digest_of, hash_lock, hash_sources
 from pipeline.processes.process import CHECKOUT, PACKAGES
 from storage.artifacts import read_note, write_text
 
 CODE = "code.json"
 """File in a run's folder: the versions of the code that trained it, in order."""
 UNKNOWN = "unknown"
-ROOMS = ("pipeline", "storage", "models")
-"""Folders with the code that ranks may import. Ray sends these to the machines of a cluster."""
 
 
 class CodeVersion(BaseModel, frozen=True):
@@ -35,15 +33,6 @@ VERSIONS = TypeAdapter(tuple[CodeVersion, ...])
 def read_code() -> CodeVersion:
     """Returns the version of the code on the disk at the first call. Call it when the code is imported."""
     return CodeVersion(commit=read_commit(), sources=hash_sources(), lock_hash=hash_lock_file())
-
-
-def hash_sources() -> str:
-    """Returns the hash of all source files, names and contents."""
-    digest = hashlib.sha256()
-    for path in sorted(path for room in ROOMS for path in (PACKAGES / room).rglob("*.py")):
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(PACKAGES)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
 
 
 def note_code(folder: Path, now: CodeVersion) -> tuple[CodeVersion, ...]:
@@ -83,13 +72,8 @@ def read_commit() -> str:
 
 def hash_lock_file() -> str:
     """Returns the hash of the dependency lock file. Without a lock, it is that of all installed versions."""
-    lock = PACKAGES / "requirements" / "cpu.lock"
-    if lock.exists():
-        content = lock.read_bytes()
-    else:
-        found = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions()}
-        content = "\n".join(sorted(found)).encode()
-    return hashlib.sha256(content).hexdigest()[:16]
+    found = {f"{one.name}=={one.version}" for one in importlib.metadata.distributions()}
+    return hash_lock() or digest_of([one.encode() for one in sorted(found)])
 
 
 def _git(*words: str) -> str:

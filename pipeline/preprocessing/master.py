@@ -218,7 +218,7 @@ class Master:
                 self._end_worker(worker.number)
 
     def handle(self, event: Event) -> None:
-        """Handles an event of a worker."""
+        """Handles an event of a worker. Raises the error of one that may not start, and of work that always fails."""
         worker = self.pool.workers.get(event.worker)
         item = None if worker is None else worker.item
         if isinstance(event, WorkDone) and item is None:
@@ -234,13 +234,12 @@ class Master:
         self.pool.rest(worker)
         if isinstance(event, WorkerDied):
             self._replace(worker, item, event.reason)
+        elif isinstance(event, WorkFailed) and not worker.ready:
+            raise event.error  # others could not start either
         elif item is None:
             self._replace(worker, None, "it sent a result that nobody had asked for")
-        elif isinstance(event, WorkFailed) and event.unreachable is not None:
-            item.stream.retry(item)
-            self._replace_unreachable(event.unreachable)
         elif isinstance(event, WorkFailed):
-            self._handle_failure(item, event.error)
+            self._note_failure(item, event)
         else:
             self.pool.note_work(type(item.work), event.costs.seconds, event.rows)
             for text in self.totals.add(event):
@@ -258,6 +257,13 @@ class Master:
     def _replace_unreachable(self, location: str) -> None:
         for worker in [worker for worker in self.pool.workers.values() if worker.location == location]:
             self._replace(worker, worker.end_lease(), f"others could not fetch what it keeps at {location}")
+
+    def _note_failure(self, item: WorkItem, event: WorkFailed) -> None:
+        if event.unreachable is None:
+            self._handle_failure(item, event.error)
+            return
+        item.stream.retry(item)
+        self._replace_unreachable(event.unreachable)
 
     def _handle_failure(self, item: WorkItem, error: ContractError) -> None:
         """Retries failed work, quarantines its split or raises the error.

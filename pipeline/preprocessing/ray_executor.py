@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from pipeline.errors import from_wire, to_wire
+from pipeline.errors import ContractError, from_wire, to_wire
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.epoch.batches import BatchWork
@@ -41,6 +41,7 @@ from pipeline.preprocessing.executors import (
 from pipeline.preprocessing.transport import framing
 from pipeline.preprocessing.transport.addresses import NetworkSettings, is_loopback
 from pipeline.preprocessing.worker import Worker
+from pipeline.processes.build import Build, read_build, require_same
 from pipeline.processes.process import LOCAL_RAY, PACKAGES, kill_process, process_start
 from pipeline.sealed import Letterbox, seal
 from storage.scratch import ScratchFolder
@@ -84,6 +85,7 @@ class RayExecutor(Executor):
         """Worker -> id and start of its process, if that runs on this machine."""
         specs = {name: spec.model_dump(mode="json") for name, spec in data.items()}
         self.secrets = {"data": specs, "network": None if network is None else network.model_dump()}
+        self.secrets["build"] = read_build().model_dump()
 
     @property
     def keeps_results(self) -> bool:
@@ -160,6 +162,9 @@ class RayExecutor(Executor):
             try:
                 self.events.put(event(worker, ray.get(call())))
             except RayTaskError as error:
+                if isinstance(error.cause, ContractError):
+                    self.events.put(WorkFailed(worker, error.cause))
+                    return
                 self.events.put(WorkerDied(worker, f"it failed: {' '.join(str(error.cause).split())}"))
             except RayError as error:
                 self.events.put(WorkerDied(worker, f"its actor ended: {type(error).__name__}"))
@@ -227,11 +232,16 @@ class _Actor:
         return self.letterbox.public
 
     def begin(self, key: bytes, content: bytes) -> tuple[int, int, str]:
-        """Opens the datasets. Returns id and start of the process, and the node."""
+        """Opens the datasets. Returns id and start of the process, and the node.
+
+        Raises:
+            ConfigError: If this process computes with other code or packages than the service.
+        """
         import pyarrow as pa
 
         pa.set_cpu_count(1)
         given = self.letterbox.open((key, content))
+        require_same("the service", Build.model_validate(given["build"]), {"preprocessing worker": read_build()})
         self.workers = {name: Worker(DataSpec.model_validate(spec)) for name, spec in given["data"].items()}
         if given["network"] is not None:
             here = ray.util.get_node_ip_address()

@@ -22,6 +22,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.ray_executor import count_room, join_cluster
 from pipeline.preprocessing.transport.addresses import find_cluster
+from pipeline.processes.build import Build, read_build, require_same
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.versions import MODEL, PLAN, WEIGHTS
 from pipeline.sealed import Letterbox, seal
@@ -81,7 +82,9 @@ class _Scorer:
         """Returns the sums of a portion, the files of the predictions that GAUC groups, and the node."""
         if self.scorer is None:
             pa.set_cpu_count(1)
-            comparison = Comparison.model_validate(self.letterbox.open(self.sealed))
+            given = self.letterbox.open(self.sealed)
+            require_same("the evaluation", Build.model_validate(given["build"]), {"scorer": read_build()})
+            comparison = Comparison.model_validate(given["comparison"])
             self.scorer = PortionScorer(comparison, lambda folder: self.models[str(folder)].load())
         with ScratchFolder("dlrm-groups-") as folder:
             sums = self.scorer.score(fragments, Path(folder))
@@ -163,7 +166,7 @@ class _Actors:
                 comparison = comparison.model_copy(update={"champion": None})
             else:
                 self.models[str(comparison.champion)] = _share_model(*read)
-        self.content = comparison.model_dump(mode="json")
+        self.content = {"comparison": comparison.model_dump(mode="json"), "build": read_build().model_dump()}
         self.waiting = deque(range(len(portions)))
         self.calls: dict[Any, tuple[Any, int | None]] = {}
         """Answer -> its actor, and the portion that it scores. None: it is starting."""

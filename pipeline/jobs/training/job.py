@@ -22,11 +22,12 @@ from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.config import refuse_outcomes
-from pipeline.jobs.code_version import hash_lock_file, hash_sources, read_commit
+from pipeline.jobs.code_version import hash_lock_file, read_commit
 from pipeline.jobs.training.identity import LEARNED, describe_rows, digest
 from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan, sort_sources
+from pipeline.processes.build import hash_sources
 from pipeline.registration.request import check_defaults, columns_of
 from pipeline.registration.tracking import CONFIG, reporting_unreachable
 from pipeline.registration.versions import IDENTITY, find_versions, is_intact

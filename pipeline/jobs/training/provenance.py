@@ -1,11 +1,8 @@
 """The record of a training: all that repeating it needs, and the differences when it is repeated."""
 
-import importlib.metadata
 import json
-import platform
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from pipeline.jobs.code_version import trained_by
 from pipeline.jobs.console import one_line
 from pipeline.jobs.training.job import TrainingJob, snapshot_tag
 from pipeline.jobs.workspace import Workspace
+from pipeline.processes.build import Build, read_build
 from pipeline.registration.tracking import Tracker, is_disk_error, is_not_found, is_unreachable
 from pipeline.registration.versions import TRAINED_FROM
 from pipeline.training.launch.processes import resolve_threads
@@ -31,7 +29,6 @@ from storage.scratch import ScratchFolder
 
 RECORD = "record.json"
 """Artifact of a run, and file in the run's folder. A version's tag `record` holds its address."""
-PACKAGES = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "numba", "numpy", "pyarrow", "duckdb")
 PLACE = re.compile(rf"runs:/[0-9a-f]{{32}}/{re.escape(RECORD)}")
 """Addresses that the tag `record` of a version may hold."""
 HERE = ("home", "warehouse")
@@ -63,6 +60,8 @@ class Record(BaseModel, frozen=True):
     """Hash of the source files at the start of the training."""
     lock_hash: str
     versions: Mapping[str, str]
+    builds: tuple[Build, ...] = ()
+    """Rank -> its host, code and packages. Empty: not recorded."""
     weights_sha256: str
     trained_on: tuple[Selection, ...] = ()
     """All rows that the model has seen, also in the trainings that it continues. Empty: not recorded."""
@@ -106,6 +105,7 @@ def make_record(workspace: Workspace, job: TrainingJob, placement: ShardingPlan,
         sources=code.sources,
         lock_hash=code.lock_hash,
         versions=read_versions(),
+        builds=summary["builds"],
         weights_sha256=summary["weights_sha256"],
         trained_on=job.trained_on,
         day=job.tags.get("day"),
@@ -128,11 +128,7 @@ def read_versions() -> dict[str, str]:
     """Returns what the bits of a training depend on besides the code: packages, Python and processor features."""
     import torch  # takes seconds, and the command that starts ranks needs nothing else of it
 
-    found = {"python": platform.python_version(), "processor": torch.backends.cpu.get_cpu_capability()}
-    for package in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    return {**read_build().versions, "processor": torch.backends.cpu.get_cpu_capability()}
 
 
 def fetch_record(tracker: Tracker, name: str, version: int) -> Record:

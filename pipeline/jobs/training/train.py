@@ -26,6 +26,7 @@ from pipeline.preprocessing.master import Totals
 from pipeline.preprocessing.pool import WORKERS_FILE
 from pipeline.preprocessing.quarantine import read_quarantine
 from pipeline.preprocessing.service import Service
+from pipeline.processes.build import read_build
 from pipeline.processes.process import Importing
 from pipeline.registration.journal import Journal
 from pipeline.registration.tracking import SHARDING_PLAN
@@ -236,6 +237,7 @@ def make_rank_spec(workspace: Workspace, job: TrainingJob) -> RankSpec:
         folder=job.folder,
         store=None if store is None else store.address,
         start=job.start,
+        build=read_build() if config.ranks_are_elsewhere or config.training.launcher == "external" else None,
     )
 
 

@@ -10,6 +10,7 @@ from pipeline.jobs import code_version
 from pipeline.jobs.code_version import CodeVersion
 from pipeline.jobs.training.rank import main
 from pipeline.jobs.training.train import note_changes
+from pipeline.processes import build
 from tests.homes import open_smoke
 
 
@@ -62,14 +63,14 @@ def test_a_run_notes_every_version_of_the_code_that_trains_it(tmp_path: Path, ca
 
 def test_the_sources_are_those_that_ranks_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of a Ray cluster has no other ones, and a test changes no training."""
-    monkeypatch.setattr(code_version, "PACKAGES", tmp_path)
+    monkeypatch.setattr(build, "PACKAGES", tmp_path)
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "x.py").write_text("1")
-    found = [code_version.hash_sources()]
+    found = [build.hash_sources()]
     for room in ("tests", "flows", "pipeline"):
         (tmp_path / room).mkdir(exist_ok=True)
         (tmp_path / room / "y.py").write_text("1")
-        found.append(code_version.hash_sources())
+        found.append(build.hash_sources())
     assert found[0] == found[1] == found[2] != found[3]
 
 
@@ -79,13 +80,13 @@ def test_the_code_of_the_ranks_is_that_which_their_server_imported(
     """The files may have changed since, by an update of the checkout or a commit."""
     read = functools.cache(code_version.read_code.__wrapped__)
     monkeypatch.setattr(main, "read_code", read)
-    monkeypatch.setattr(code_version, "PACKAGES", tmp_path)
+    monkeypatch.setattr(build, "PACKAGES", tmp_path)
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "x.py").write_text("1")
-    imported = code_version.hash_sources()
+    imported = build.hash_sources()
     main.preload()
     (tmp_path / "pipeline" / "x.py").write_text("2")
-    assert code_version.hash_sources() != imported
+    assert build.hash_sources() != imported
     assert read().sources == imported
 
 

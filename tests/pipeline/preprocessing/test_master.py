@@ -20,7 +20,7 @@ from pipeline.preprocessing.executors import (
 )
 from pipeline.preprocessing.pool import WORKERS_FILE
 from pipeline.preprocessing.quarantine import QUARANTINE_FILE
-from tests.pipeline.preprocessing.fake_workers import BAD, Play
+from tests.pipeline.preprocessing.fake_workers import BAD, FakeExecutor, Play
 
 
 def test_work_goes_to_idle_workers_and_failed_work_is_retried(play: Callable[..., Play]) -> None:
@@ -368,6 +368,20 @@ def test_closing_frees_results_in_the_queue(play: Callable[..., Play]) -> None:
     it.master.close()
     assert it.executor.alive == set()
     assert len(it.executor.freed) == it.executor.made == 4
+
+
+def test_a_worker_that_may_not_start_ends_the_service(
+    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others could not start either, so none takes its place."""
+    monkeypatch.setattr(FakeExecutor, "start", lambda self, number: self.alive.add(number))
+    it = play()
+    with it.master.guard():
+        it.open()
+        it.steps()
+        it.master.handle(WorkFailed(1, BAD))
+    assert it.master.failure is BAD
+    assert (it.executor.alive, it.master.totals.restarts, it.said) == (set(), 0, [])
 
 
 def test_a_worker_that_answers_unasked_is_replaced(play: Callable[..., Play]) -> None:

@@ -1,5 +1,6 @@
 """Ray actors die or fall silent: the order stays the same, and nothing of the cluster is left behind."""
 
+import importlib
 import json
 import os
 import signal
@@ -10,13 +11,17 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.errors import ConfigError
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.pool import WORKERS_FILE
 from pipeline.preprocessing.service import Service
+from pipeline.processes.build import read_build
 from pipeline.processes.process import LOCAL_RAY
+from pipeline.sealed import seal
 from tests.pipeline.preprocessing.reference import CONFIG, alone, client, eventually, order_hash, source_of
 
 pytest.importorskip("ray", reason="needs Ray: make setup EXTRAS=ray")
+ray_executor = importlib.import_module("pipeline.preprocessing.ray_executor")
 
 
 @pytest.mark.nightly
@@ -56,6 +61,18 @@ def test_a_process_starts_one_cluster_after_another(data: DataSpec, tmp_path: Pa
             hashes.append(order_hash(client(source_of(service), data).batches()))
     assert hashes == [order_hash(alone(data).batches())] * 2
     assert settings == LOCAL_RAY
+
+
+def test_an_actor_with_other_code_or_packages_ends_the_run(data: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its work could have other bits, so no other actor takes its place."""
+    actor: Any = ray_executor._Actor.__ray_metadata__.modified_class.__new__(  # type: ignore[attr-defined]
+        ray_executor._Actor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    )
+    own = read_build()
+    versions = {**own.versions, "numpy": "1.0"}
+    given = {"data": {}, "network": None, "build": own.model_copy(update={"versions": versions}).model_dump()}
+    with pytest.raises(ConfigError, match=r"^preprocessing worker on host .* the service on host .*, numpy 1\.0, got "):
+        actor.begin(*seal(given, actor.make_key()))
 
 
 def sent(number: int, pids: list[int]) -> bool:

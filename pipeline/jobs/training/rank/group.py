@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from pipeline.errors import ConfigError, ContractError, to_wire
+from pipeline.processes.build import Build, read_build, require_same
 from pipeline.training.config import TrainConfig
 from pipeline.training.launch.network import find_meeting, require_hosts, require_place
 from pipeline.training.launch.processes import DETERMINISTIC
@@ -62,7 +63,7 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
     """Joins the group unless it exists already. Uses nccl if every rank has a CUDA device, else gloo.
 
     Raises:
-        ConfigError: If the ranks are not on the hosts that the config names.
+        ConfigError: If the ranks are not on the hosts that the config names, or run other code or packages.
     """
     cuda = takes_cuda(config)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if cuda else torch.device("cpu")
@@ -84,7 +85,16 @@ def start_group(config: TrainConfig, rank: int) -> torch.device:
         places: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(places, (socket.gethostname(), int(os.environ["LOCAL_WORLD_SIZE"])))
         require_hosts(places, config.hosts)
+    builds = gather_builds()
+    require_same("rank 0", builds[0], {f"rank {rank}": build for rank, build in enumerate(builds)})
     return device
+
+
+def gather_builds() -> list[Build]:
+    """Returns what each rank computes with, in the order of the ranks. All ranks call it together."""
+    builds: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(builds, read_build())
+    return builds
 
 
 def open_event_writer() -> Any:

@@ -18,12 +18,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.errors import ContractError, to_wire
 from pipeline.jobs.code_version import read_code
-from pipeline.jobs.training.rank.group import open_event_writer, run_rank, start_group
+from pipeline.jobs.training.rank.group import gather_builds, open_event_writer, run_rank, start_group
 from pipeline.jobs.training.rank.model import add_sharding_plan, build_model, keep_batches, measure_uses, open_client
 from pipeline.jobs.training.rank.spec import PROBE, SERVICE_FOLDER, WEIGHTS, RankSpec
 from pipeline.jobs.training.rank.start import make_restore, open_store
 from pipeline.preprocessing.client import BatchSource, Client, InlineSource, open_remote_source
 from pipeline.preprocessing.dataset import count_rows
+from pipeline.processes.build import read_build, require_same
 from pipeline.training.config import TrainConfig
 from pipeline.training.dense import lacks_bf16
 from pipeline.training.launch.external import append_events
@@ -49,7 +50,7 @@ def main(path: str) -> None:
     Args:
         path: File with the spec as JSON.
     """
-    read_code()  # unless the server of the ranks has
+    read_code(), read_build()  # unless the server of the ranks has
     run_rank(path, RankSpec, train)
 
 
@@ -77,7 +78,7 @@ def join(text: str, emit: Emit) -> None:
         text: The spec as JSON.
         emit: Takes the events.
     """
-    read_code()
+    read_code(), read_build()
     spec = RankSpec.model_validate_json(text)
     logging.disable(logging.WARNING)
     rank = dist.get_rank()
@@ -99,6 +100,8 @@ def fit_group(spec: RankSpec, emit: Emit) -> RankSpec:
 
 def train(spec: RankSpec, rank: int, device: torch.device, emit: Emit | None = None) -> None:
     """Trains one rank: builds the trainer, trains, and exports the weights."""
+    if spec.build is not None:
+        require_same("the training", spec.build, {f"rank {rank}": read_build()})
     followed = spec.training.launcher == "external"
     emit = emit or (append_events(Path(spec.folder), rank) if followed else open_event_writer())
     heartbeat = Heartbeat(emit)
@@ -107,7 +110,7 @@ def train(spec: RankSpec, rank: int, device: torch.device, emit: Emit | None = N
     progress = trainer.train()
     seconds = time.perf_counter() - started
     heartbeat.report("exporting")
-    by_rank = gather_stats(trainer, device)
+    by_rank, builds = gather_stats(trainer, device), gather_builds()
     probe = predict_probe(spec, trainer.model, rank, device)
     if rank > 0:
         trainer.learner.export(None, heartbeat.progress)
@@ -123,6 +126,7 @@ def train(spec: RankSpec, rank: int, device: torch.device, emit: Emit | None = N
         make_result(progress, device)
         | by_rank
         | {
+            "builds": [build.model_dump() for build in builds],
             "seconds": seconds,
             "checkpoint_blocked_seconds": trainer.checkpointer.blocked_seconds,
             "weights_sha256": weights_sha256,
@@ -231,7 +235,7 @@ def predict_probe(spec: RankSpec, model: DistributedModelParallel, rank: int, de
 
 def preload() -> None:
     """Reads the version of the code just imported. Loads what building a model and the first step need."""
-    read_code()
+    read_code(), read_build()
     load_compiler()
     importlib.import_module("torch.distributed.optim")  # TorchRec imports it where a table gets its optimizer
 

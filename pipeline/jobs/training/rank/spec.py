@@ -6,6 +6,7 @@ from models.config import DLRMConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.transport.addresses import ServiceAddress
+from pipeline.processes.build import Build
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.plan import ShardingPlan
 from pipeline.transforms.plan.carry_over import Start
@@ -42,6 +43,9 @@ class RankSpec(BaseModel, frozen=True):
     """Token with which the training has claimed its checkpoints in `store`; see `CheckpointIndex`."""
     start: Start | None = None
     """The training that this one continues. None: it starts from initial weights."""
+
+    build: Build | None = None
+    """What the training that made this computes with; ranks must agree. None: they are of its own server."""
 
     @property
     def plan(self) -> Plan:

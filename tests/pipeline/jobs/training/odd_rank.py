@@ -1,5 +1,6 @@
 """A rank that dies or reloads checkpoints as an environment variable says. Its tests share one fork server.
 
+BUILDS maps a rank to what it computes with in place of what the others do.
 DEATHS is a list of [attempt, rank, function, text of its first argument, how]. RELOADS is a list of `Reload`.
 """
 
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel
 
-from pipeline.jobs.training.rank import main
+from pipeline.jobs.training.rank import group, main
 from pipeline.jobs.training.rank.group import open_event_writer
 from pipeline.jobs.training.rank.model import build_model
 from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.jobs.training.rank.start import describe_identity
+from pipeline.processes.build import read_build
 from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoints import Checkpoints
@@ -80,6 +82,9 @@ if __name__ == "__main__":
             after, name = name.startswith("after "), name.removeprefix("after ")
             owner: Any = Trainer if name == "train_step" else checkpoint
             setattr(owner, name, dying(getattr(owner, name), when, how, after))
+    if (other := json.loads(os.environ.get("BUILDS", "{}")).get(os.environ["RANK"])) is not None:
+        odd = read_build().model_copy(update=other)
+        group.read_build = lambda: odd  # type: ignore[assignment]
     if "RELOADS" in os.environ:
         main.train = reload_all  # type: ignore[assignment]
     main.main(sys.argv[1])

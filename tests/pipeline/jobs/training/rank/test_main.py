@@ -29,6 +29,7 @@ from pipeline.jobs.training.rank.spec import RankSpec
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.service import Service
 from pipeline.preprocessing.worker import Worker
+from pipeline.processes.build import read_build
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state import checkpoint
 from storage.warehouse import Warehouse
@@ -156,6 +157,7 @@ def test_two_ranks_equal_one(undisturbed: Run, alone: Run) -> None:
 
 def test_ranks_say_which_code_they_run(alone: Run) -> None:
     assert alone.begun["code"] == read_code().model_dump()
+    assert alone.result["builds"] == [read_build().model_dump()]
 
 
 @pytest.mark.slow
@@ -203,6 +205,29 @@ def check_restarted(run: Run, undisturbed: Run, deaths: list[str], resumed: list
     assert run.result["valid_ne"] == undisturbed.result["valid_ne"]
     assert not [path for path in run.folder.rglob(".*") if path.name != ".metadata"]
     assert not ranks_below(psutil.Process())
+
+
+@pytest.mark.parametrize("difference", [{"sources": "other"}, {"lock": "other"}, {"versions": {"python": "3.9"}}])
+def test_ranks_with_other_code_or_packages_end_before_the_first_step(
+    rank_spec: Callable[..., RankSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("BUILDS", json.dumps({"1": {"host": "two", **difference}}))
+    events: list[Event] = []
+    limits = Limits(deadline_seconds=250, restart_limit=0)
+    spec = rank_spec(tmp_path, **SETTINGS | {"world_size": 2})
+    with pytest.raises(ConfigError, match=r"^rank 1 on host two: expected the code and packages of rank 0 on host "):
+        run_ranks(ODD_RANK, spec, tmp_path, 2, 1, limits, events.append, ROOT)
+    assert not {"start", "metrics"}.intersection(event["event"] for event in events)
+
+
+def test_a_rank_with_other_code_than_its_training_ends(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
+    """Where somebody else starts the ranks, all of them may lie in another checkout."""
+    spec = rank_spec(tmp_path, **SETTINGS)
+    other = read_build().model_copy(update={"sources": "other", "host": "one"})
+    with pytest.raises(
+        ConfigError, match=r"^rank 0 on host .*: expected the code and packages of the training on host "
+    ):
+        main.train(spec.model_copy(update={"build": other}), 0, torch.device("cpu"), print)
 
 
 @pytest.mark.slow
