@@ -68,7 +68,6 @@ def add_types(
         resolve([schema.weight], names, "features.weight")
     if isinstance(day, str):
         resolve([day], names, "source.day_column")
-    # Column `day` of the table is the partition. A source column `day` with another meaning is dropped.
     maps = maps_of(types)
     dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made, maps)
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
@@ -90,6 +89,7 @@ def add_types(
     }
     typed = [f"{casts.get(name, _number(name))} AS {quote(name)}" for name in kept]
     date = _day(day, types[day], source.day_unit) if isinstance(day, str) else f"DATE '{day}'"
+    _refuse_other_day(connection, view, {name: types[name] for name in names if name != day}, date)
     outcome = _label(schema.label, source.positive)
     reasons = [f"WHEN {REASON} IS NOT NULL THEN {REASON}"] if REASON in matched else []
     if not made:  # a label computed from outcomes is never bad
@@ -107,6 +107,25 @@ def add_types(
     if isinstance(day, str):
         _check_days(connection, view, day, types[day], count_rows(connection, "samples", f"{DAY} IS NULL"), date)
     return "samples"
+
+
+def _refuse_other_day(connection: duckdb.DuckDBPyConnection, view: str, types: Mapping[str, str], date: str) -> None:
+    """Refuses a column that the table's own column `day` would hide, unless it is the same day in every row.
+
+    Args:
+        types: Column -> type, of the columns that do not give the day.
+        date: SQL of the day.
+    """
+    for name in (name for name in types if name.lower() == DAY):
+        dated = types[name].startswith(("DATE", "TIMESTAMP", "VARCHAR"))
+        differs = f"{_day(name, types[name], None)} IS DISTINCT FROM {date}" if dated else "true"
+        query = f"SELECT CAST({quote(name)} AS VARCHAR), {date} FROM {view} WHERE {differs} LIMIT 1"
+        for row in connection.sql(query).fetchall():
+            raise ConfigError(
+                f"column '{name}' of the source", f"another name than {DAY}, the table's column for the day of a row",
+                f"'{row[0]}' in a row of {row[1]}",
+                f'Rename it: source.rename={{"{name}": "own_day"}}, or set source.day_column={name} if it is the day.',
+            )  # fmt: skip
 
 
 def add_event_types(

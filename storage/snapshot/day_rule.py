@@ -51,7 +51,7 @@ class DayRule:
         schema: Schema of the table.
         config: The column of the day, and how it is read.
     Raises:
-        StorageError: If there is no such column, or none of a type that tells a day.
+        StorageError: If there is no such column, or none of a type that tells a day, or another one is named `day`.
     """
 
     def __init__(self, name: str, schema: Schema, config: TableConfig | None) -> None:
@@ -61,6 +61,8 @@ class DayRule:
         kinds = (DateType,) if config is None else KINDS
         if field is None or not isinstance(field.field_type, kinds):
             _refuse_column(name, schema, column, config)
+        if config is not None:
+            _refuse_other_day(schema, field, config)
         self.column, self.id, self.kind = column, field.field_id, field.field_type
         self._arrow = schema_to_pyarrow(Schema(field)).field(0).type
         self._formats = () if config is None else config.date_format or ()
@@ -207,6 +209,18 @@ def _is_one_of(column: str, values: Sequence[str] | Sequence[int]) -> BooleanExp
 def days_filter(days: Iterable[datetime.date]) -> BooleanExpression:
     """Builds a filter for rows of some days."""
     return _is_one_of(DAY, [day.isoformat() for day in sorted(days)])
+
+
+def _refuse_other_day(schema: Schema, field: NestedField, config: TableConfig) -> None:
+    """Refuses a column that our column `day` would hide. One of dates is another calendar's day of the row."""
+    for other in schema.fields:
+        same = other is field or (other.name == DAY and isinstance(other.field_type, DateType))
+        if other.name.lower() == DAY and not same:
+            raise StorageError(
+                f"column '{other.name}' of table '{config.table}'",
+                f"another name than {DAY}, the day of a row by '{field.name}'", f"one of type {other.field_type}",
+                f"Set source.day_column={other.name} if it tells the day; else rename it in the table.",
+            )  # fmt: skip
 
 
 def _refuse_column(name: str, schema: Schema, column: str, config: TableConfig | None) -> NoReturn:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -57,12 +58,35 @@ def test_the_day_comes_from_a_column_of_any_kind(ingest: Any, stored: Any, put: 
     assert list(zip(frame["day"], frame["user"], strict=True)) == [(DAY1, 2), (DAY2, 1), (DAY2, 3)]
 
 
-def test_a_fixed_day_and_a_column_of_that_name(ingest: Any, stored: Any, put: Any) -> None:
-    put("rows.parquet", user=[1], label=[0], day=[31])
-    ingest(FIXED)
-    assert stored()["day"].tolist() == [DAY1]
-    with pytest.raises(ConfigError, match="sparse column 'day'"):
-        ingest(FIXED, sparse=["day"])
+@pytest.mark.parametrize(
+    ("source", "columns", "named"),
+    [
+        (FIXED, {"day": [31]}, "column 'day' of the source: expected another name than day, the table's column for the "
+         "day of a row, got '31' in a row of 2024-01-01. Rename it: source.rename={\"day\": \"own_day\"}, or"),
+        (BY_DAY, {"date": [DAY1], "Day": ["Mon"]}, "column 'Day' of the source: expected another name than day"),
+        (BY_DAY, {"date": [DAY1], "day": [DAY2]}, "got '2024-01-02' in a row of 2024-01-01"),
+        (BY_DAY, {"date": [DAY1], "DAY": [True]}, "got 'true' in a row of 2024-01-01"),
+        (BY_DAY, {"date": [DAY1], "day": pa.array([None], pa.float64())}, "got 'None' in a row of 2024-01-01"),
+    ],
+)  # fmt: skip
+def test_a_column_that_the_day_of_the_table_would_hide_is_refused(
+    ingest: Any, put: Any, warehouse: Warehouse, source: dict[str, Any], columns: dict[str, Any], named: str
+) -> None:
+    put("rows.parquet", user=[1], label=[0], **columns)
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        ingest(source)
+    assert not warehouse.has_table("events")
+
+
+@pytest.mark.parametrize("day", [[DAY1, DAY2], ["2024-01-01", "2024-01-02"]])
+def test_a_column_day_that_says_the_same_is_no_other_one(ingest: Any, stored: Any, put: Any, day: list[Any]) -> None:
+    """As the folders of a log by day do."""
+    put("rows.parquet", user=[1, 2], label=[0, 1], date=[DAY1, DAY2], day=day)
+    ingest(BY_DAY)
+    assert stored()["day"].tolist() == [DAY1, DAY2]
+    put("rows.parquet", user=[1, 2], label=[0, 1], date=[DAY1, DAY2], day=[4, 5])
+    ingest({**BY_DAY, "rename": {"day": "weekday"}})
+    assert list(zip(stored()["day"], stored()["weekday"], strict=True)) == [(DAY1, 4), (DAY2, 5)]
 
 
 def test_rows_without_a_day(ingest: Any, put: Any) -> None:

@@ -272,6 +272,23 @@ def test_what_tells_no_day_is_refused(
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("day", pa.int64()), ("day", pa.string()), ("Day", pa.date32()), ("DAY", pa.float64())]
+)
+def test_a_column_that_the_day_would_hide_is_refused(
+    theirs: Catalog, opened: Callable[..., Warehouse], name: str, kind: pa.DataType
+) -> None:
+    rows = log().select(["id", "ts"]).append_column(name, pa.nulls(COUNT, kind))
+    theirs.create_table("logs.events", rows.schema).append(rows)
+    warehouse = opened(day_column="ts")
+    with pytest.raises(StorageError) as error:
+        warehouse.day_rows(warehouse.current("samples"))
+    assert f"{error.value}".startswith(
+        f"column '{name}' of table 'theirs.logs.events': expected another name than day, the day of a row by 'ts', got "
+    )
+    assert f"{error.value}".endswith(f"Set source.day_column={name} if it tells the day; else rename it in the table.")
+
+
 def test_rows_without_a_day_are_refused(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
     table = make(theirs, "nothing")
     row = log().slice(0, 1)
