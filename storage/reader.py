@@ -25,12 +25,12 @@ from storage.layout.spec import Layout
 from storage.pages.columns import read_columns
 from storage.pages.footer import SUFFIX
 from storage.pages.ranges import Range, RangeFile, find_chunks, merge_ranges
+from storage.snapshot.deletes import rewrite_call
 from storage.snapshot.files import (
     FILES_AT_A_TIME,
     DayFile,
     data_files,
     refuse_format,
-    rewrite_call,
     rule_of,
     schema_at,
     snapshot_at,
@@ -363,11 +363,11 @@ class SnapshotReader:
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:
-        with reading(self._name_file(path)):
+        with reading(self._name_file(path), self.table):
             yield
 
     def _corrupt(self, path: str, error: str) -> CorruptFileError:
-        return corrupt(self._name_file(path), error)
+        return corrupt(self._name_file(path), self.table, error)
 
     def _name_file(self, path: str) -> str:
         return f"file '{path}' of snapshot {self.reference.snapshot_id} of table '{self.reference.table}'"

@@ -25,7 +25,7 @@ from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.catalog import open_catalog
 from storage.snapshot.days import hash_paths, identities, last_identities, notes, row_hashes_by_files
 from storage.snapshot.files import DayFile, data_files, refuse_format, rule_of, schema_at, snapshot_at
-from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot
+from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot, remedy_of
 from storage.snapshot.maps import add_keys
 from storage.snapshot.row_exclusions import ReadCache, RowExclusions
 from storage.writer import TIMES
@@ -305,7 +305,10 @@ def reference_of(table: Table) -> SnapshotRef:
     snapshot = newest_snapshot(table)
     if snapshot is None:
         raise StorageError(
-            f"table '{alias_of(table)}'", "at least one day", "an empty table", "Run the ingest flow first."
+            f"table '{alias_of(table)}'",
+            "at least one day",
+            "an empty table",
+            remedy_of(table, "Run the ingest flow first.", "Write rows to '{}' with its engine, or set source.branch."),
         )
     return SnapshotRef(table=alias_of(table), snapshot_id=snapshot.snapshot_id)
 

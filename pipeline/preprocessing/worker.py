@@ -272,7 +272,8 @@ class Worker:
         bad = labels[(labels != 0.0) & (labels != 1.0)]
         if len(bad):
             actual = "null" if np.isnan(bad[0]) else f"{bad[0]:g}"
-            remedy = "Correct the source and ingest the day with force=true."
+            own = "Correct the source and ingest the day with force=true."
+            remedy = self._remedy_for(own, f"{self.spec.label} in (0, 1)")
             raise DataError(f"label '{self.spec.label}' in {where}", "0 or 1", actual, remedy)
         return labels
 
@@ -293,9 +294,19 @@ class Worker:
             actual = "null or NaN" if np.isnan(bad[0]) else f"{bad[0]:g}"
             raise DataError(
                 f"weight '{self.spec.weight}' in {where}", f"a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:,.0f}",
-                actual, "Scale the weights and ingest the day with force=true.",
+                actual, self._remedy_for(
+                    "Scale the weights and ingest the day with force=true.",
+                    f"{self.spec.weight} >= {LEAST_WEIGHT:g} and {self.spec.weight} <= {MOST_WEIGHT:.0f}",
+                ),
             )  # fmt: skip
         return weights.astype(np.float32)
+
+    def _remedy_for(self, own: str, fitting: str) -> str:
+        """Returns the remedy for bad rows of a table of ours, or for those of another engine's."""
+        foreign = self.spec.warehouse.tables.get(self.spec.snapshot.table)
+        if foreign is None:
+            return own
+        return f"Leave such rows out with filter=\"{fitting}\", or correct them in '{foreign.table}' with its engine."
 
 
 class _Clock:

@@ -11,14 +11,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
-from pyiceberg.io import FileIO
+from pyiceberg.catalog.sql import SqlCatalog
+from pyiceberg.table import Table
 from pyiceberg.table.deletion_vector import deletion_vectors_from_puffin_file
 from pyiceberg.table.puffin import PuffinFile
 
-from storage.errors import CorruptFileError
+from storage.errors import CorruptFileError, StorageError
+from storage.snapshot.foreign import remedy_of
+from storage.snapshot.parquet import REPAIR
 
 PUFFIN = b"PFA1"
 """First bytes of a file with deletion vectors."""
+FORMATS = {b"ORC": "ORC", b"Obj\x01": "AVRO"}
+"""First bytes of a file -> its format."""
 Positions = npt.NDArray[np.int64]
 
 
@@ -30,21 +35,45 @@ class DeletedValues(BaseModel, frozen=True):
     """Ids of the fields that are compared. A row goes if all of them equal those of a row of the file."""
 
 
-def read_positions(io: FileIO, listed: str) -> dict[str, Positions]:
+class OtherFormatError(StorageError):
+    """A file of another engine is in a format that is not read."""
+
+
+def format_error(table: Table, path: str, found: str) -> OtherFormatError:
+    """Returns the error about a file in another format than Parquet."""
+    return OtherFormatError(
+        f"file '{path}'", "a Parquet file", f"one in {found}",
+        "Set the table's properties write.format.default=parquet and write.delete.format.default=parquet and rewrite "
+        f"it: in Spark {rewrite_call(table, 'rewrite-all', 'true')}.",
+    )  # fmt: skip
+
+
+def rewrite_call(table: Table, option: str, value: str) -> str:
+    """Returns the SQL to rewrite the files of a table in Spark, whose catalog has the same name in an SQL database."""
+    name = ".".join([*([table.catalog.name] if isinstance(table.catalog, SqlCatalog) else []), *table.name()])
+    return f"`CALL system.rewrite_data_files(table => '{name}', options => map('{option}', '{value}'))`"
+
+
+def read_positions(table: Table, listed: str) -> dict[str, Positions]:
     """Returns data file -> positions of its deleted rows, from Parquet or from Puffin with deletion vectors.
 
     Raises:
-        CorruptFileError: If the list is unreadable.
+        CorruptFileError: If the list is unreadable. OtherFormatError: If it is in another format.
     """
     try:
-        with io.new_input(listed).open() as file:
-            puffin = file.read(len(PUFFIN)) == PUFFIN
+        with table.io.new_input(listed).open() as file:
+            begin = file.read(len(PUFFIN))
+            for magic, name in FORMATS.items():
+                if begin.startswith(magic):
+                    raise format_error(table, listed, name)
+            puffin = begin == PUFFIN
             file.seek(0)
             return _read_vectors(file.read()) if puffin else _read_rows(file)
     except (OSError, ValueError, LookupError, pa.ArrowException) as error:
         raise CorruptFileError(
             f"file '{listed}', which lists deleted rows", "a whole Parquet or Puffin file",
-            str(error).split("\n")[0].rstrip(".") or "none", "Ingest the day again with force=true.",
+            str(error).split("\n")[0].rstrip(".") or "none",
+            remedy_of(table, "Ingest the day again with force=true.", REPAIR),
         ) from error  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 from pydantic import BaseModel
-from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 from pyiceberg.expressions.visitors import bind, extract_field_ids
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestEntry
@@ -22,7 +21,7 @@ from pyiceberg.typedef import Record
 
 from storage.errors import StorageError, reading_metadata
 from storage.snapshot.day_rule import EPOCH, DayRule
-from storage.snapshot.deletes import DeletedValues
+from storage.snapshot.deletes import DeletedValues, format_error, rewrite_call
 from storage.snapshot.foreign import ForeignTable
 from storage.snapshot.row_exclusions import FileRows, ReadCache, RowExclusions
 
@@ -180,17 +179,7 @@ def refuse_format(table: Table, file: DataFile) -> None:
         StorageError: If another engine wrote it in another format.
     """
     if file.file_format != FileFormat.PARQUET:
-        raise StorageError(
-            f"file '{file.file_path}'", "a Parquet file", f"one in {file.file_format.name}",
-            "Set the table's property write.format.default=parquet and rewrite it: in Spark "
-            f"{rewrite_call(table, 'rewrite-all', 'true')}.",
-        )  # fmt: skip
-
-
-def rewrite_call(table: Table, option: str, value: str) -> str:
-    """Returns the SQL to rewrite the files of a table in Spark, whose catalog has the same name in an SQL database."""
-    name = ".".join([*([table.catalog.name] if isinstance(table.catalog, SqlCatalog) else []), *table.name()])
-    return f"`CALL system.rewrite_data_files(table => '{name}', options => map('{option}', '{value}'))`"
+        raise format_error(table, file.file_path, file.file_format.name)
 
 
 class _Planned(NamedTuple):

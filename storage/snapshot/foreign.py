@@ -39,6 +39,15 @@ class ForeignTable(Table):
         self.refuse_change()
 
 
+def remedy_of(table: Table, own: str, theirs: str) -> str:
+    """Returns the remedy that works for a table: one for ours, or one for that of another engine.
+
+    Args:
+        theirs: Its `{}` is the table's own name.
+    """
+    return theirs.format(table.source.table) if isinstance(table, ForeignTable) else own
+
+
 def alias_of(table: Table) -> str:
     """Returns the name that a table is read under."""
     return table.alias if isinstance(table, ForeignTable) else str(table.name()[-1])

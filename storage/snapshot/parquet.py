@@ -11,7 +11,10 @@ from pyiceberg.table import Table
 
 from storage.errors import CorruptFileError, StorageError
 from storage.pages.footer import SUFFIX, read_footer
+from storage.snapshot.foreign import remedy_of
 
+REPAIR = "Put it back from a copy, or write its rows again with the engine of table '{}'."
+"""Remedy for a file of another engine's table."""
 READ_OPTIONS: dict[str, Any] = {
     "page_checksum_verification": True,
     "list_type": pa.LargeListType,  # the Arrow types that Iceberg's types map to
@@ -49,18 +52,19 @@ def _open_file(io: FileIO, path: str) -> Any:
 
 
 @contextmanager
-def reading(where: str) -> Iterator[None]:
+def reading(where: str, table: Table) -> Iterator[None]:
     """Raises `CorruptFileError` for what Arrow says about a file. Names of columns may be no text."""
     try:
         yield
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise corrupt(where, error) from error
+        raise corrupt(where, table, error) from error
 
 
-def corrupt(where: str, error: Exception | str) -> CorruptFileError:
-    """Returns the error about a file that is not as it was written."""
+def corrupt(where: str, table: Table, error: Exception | str) -> CorruptFileError:
+    """Returns the error about a file of a table that is not as it was written."""
+    reason = str(error).split("\n")[0].rstrip(".")
     return CorruptFileError(
-        where, "a whole Parquet file", str(error).split("\n")[0].rstrip("."), "Ingest its day with force=true."
+        where, "a whole Parquet file", reason, remedy_of(table, "Ingest its day with force=true.", REPAIR)
     )
 
 
@@ -78,7 +82,7 @@ class StoredColumns:
     """
 
     def __init__(self, table: Table, name: str) -> None:
-        self._name = name
+        self._name, self._table = name, table
         mapping = table.name_mapping()
         self._mapped: Mapping[str, int] | None = None
         if mapping is not None:
@@ -98,7 +102,8 @@ class StoredColumns:
         if self._mapped is None:
             raise StorageError(
                 f"file '{path}' of table '{self._name}'", "field ids, or a mapping of names by the table",
-                "neither", "Set the table's property schema.name-mapping.default, or ingest its day with force=true.",
+                "neither", "Set the table's property schema.name-mapping.default"
+                f"{remedy_of(self._table, ', or ingest its day with force=true', '')}.",
             )  # fmt: skip
         return {self._mapped[name]: name for name in schema.names if name in self._mapped}
 
@@ -112,7 +117,7 @@ class StoredColumns:
         Raises:
             CorruptFileError: If the file is unreadable. StorageError: As `of`.
         """
-        with reading(f"file '{path}' of table '{self._name}'"), open_parquet(io, path) as file:
+        with reading(f"file '{path}' of table '{self._name}'", self._table), open_parquet(io, path) as file:
             stored = self.of(file.schema_arrow, path)
             names = {number: stored[number] for number in numbers if number in stored}
             rows = file.read(list(names.values()), use_threads=False)

@@ -16,7 +16,7 @@ from pyiceberg.types import NestedField
 
 from storage.errors import CorruptFileError
 from storage.snapshot.day_rule import EPOCH, DayNumbers, DayRule
-from storage.snapshot.deletes import DeletedValues, Positions, find_equal, read_positions
+from storage.snapshot.deletes import DeletedValues, OtherFormatError, Positions, find_equal, read_positions
 from storage.snapshot.parquet import StoredColumns, reading
 
 KEPT_BYTES = 1 << 27
@@ -102,10 +102,10 @@ class RowExclusions:
         return stored - len(self.positions(rows))
 
     def estimate_left(self, rows: FileRows, stored: int) -> int:
-        """As `count_left`, but a damaged list deletes nothing."""
+        """As `count_left`, but a list that cannot be read deletes nothing."""
         try:
             return self.count_left(rows, stored)
-        except CorruptFileError:
+        except (CorruptFileError, OtherFormatError):
             return self.count_left(rows.model_copy(update={"deletes": (), "values": ()}), stored)
 
     def days(self, path: str) -> DayNumbers:
@@ -114,9 +114,9 @@ class RowExclusions:
         return found
 
     def _find(self, rows: FileRows) -> Positions:
-        io, found = self.table.io, list[Positions]()
+        found = list[Positions]()
         for listed in rows.deletes:
-            gone = self._cache.get(("positions", listed), partial(read_positions, io, listed))
+            gone = self._cache.get(("positions", listed), partial(read_positions, self.table, listed))
             found += [gone[rows.path]] if rows.path in gone else []
         for fields in dict.fromkeys(one.fields for one in rows.values):
             found.append(self._find_values(rows.path, fields, [one for one in rows.values if one.fields == fields]))
@@ -144,6 +144,6 @@ class RowExclusions:
             field = self._fields[number]
             kind, default = schema_to_pyarrow(Schema(field)).field(0).type, field.initial_default
             filled = pa.nulls(count, kind) if default is None else pa.repeat(pa.scalar(default, kind), count)
-            with reading(f"file '{path}' of table '{self.rule.name}'"):
+            with reading(f"file '{path}' of table '{self.rule.name}'", self.table):
                 found[number] = columns[number].cast(kind) if number in columns else pa.chunked_array([filled], kind)
         return found

@@ -20,6 +20,7 @@ from pipeline.preprocessing.epoch.costs import Costs
 from pipeline.preprocessing.epoch.memory import Arrays, PrivateWriter
 from pipeline.preprocessing.epoch.splits import Split, permute_rows
 from pipeline.preprocessing.worker import Worker
+from storage.config import TableConfig
 from storage.errors import CorruptFileError
 from storage.reader import Fragment
 from storage.warehouse import Warehouse
@@ -339,6 +340,21 @@ def test_a_bad_label_is_refused(
     assert str(caught.value) == (
         f"label 'label' in row group 1 of file '{second.path}': expected 0 or 1, got {shown}. "
         "Correct the source and ingest the day with force=true."
+    )
+
+
+def test_the_remedy_for_a_bad_label_of_another_engine_is_a_filter(
+    days: list[pa.Table], make_warehouse: Maker, tmp_path: Path
+) -> None:
+    spec = make_warehouse(tmp_path, [column_of(days[0], "label", 0, None)])
+    worker = Worker(spec)
+    tables = {spec.snapshot.table: TableConfig(table="theirs.logs.t")}
+    worker.spec = spec.model_copy(update={"warehouse": spec.warehouse.model_copy(update={"tables": tables})})
+    with pytest.raises(DataError) as caught:
+        rows_of(worker, worker.fragments()[0])
+    assert str(caught.value).endswith(
+        'expected 0 or 1, got null. Leave such rows out with filter="label in (0, 1)", or correct them in '
+        "'theirs.logs.t' with its engine."
     )
 
 

@@ -3,6 +3,7 @@
 import datetime
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -319,6 +320,23 @@ def test_an_unreadable_list_of_deleted_rows_is_named(warehouse: Warehouse, how: 
     assert [row[1] for row in read(warehouse)] == [4, 5, 2]
 
 
+@pytest.mark.parametrize(("begin", "name"), [(b"ORC", "ORC"), (b"Obj\x01", "AVRO")])
+def test_a_list_of_deleted_rows_in_another_format_is_not_called_damaged(
+    warehouse: Warehouse, begin: bytes, name: str
+) -> None:
+    """To write the day again would undo the deletes of the other engine."""
+    write(warehouse, DAY1, DAY1, DAY2)
+    path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
+    listed = Path(delete_rows(warehouse.table("events"), {path: [1]}, Record(number(DAY1))))
+    listed.write_bytes(begin + listed.read_bytes()[len(begin) :])
+    for call in (read, lambda all: all.count_rows(all.current("events"), [DAY1])):
+        message = refusal(partial(call, warehouse))
+        assert message.startswith(f"file: expected a Parquet file, got one in {name}. Set the table's prop")
+        assert "force" not in message
+    assert warehouse.day_rows(warehouse.current("events")) == {DAY1: 2, DAY2: 1}  # it blocks no other day
+    assert [row[1] for row in read(warehouse, [DAY2])] == [2]
+
+
 def test_a_list_of_rows_that_a_file_does_not_have_is_refused(warehouse: Warehouse) -> None:
     write(warehouse, DAY1)
     path = warehouse.reader(warehouse.current("events"), ["id"]).fragments([DAY1])[0].path
@@ -382,7 +400,7 @@ def test_files_of_another_format_are_refused(warehouse: Warehouse) -> None:
     assert [row[1] for row in read(warehouse, [DAY1])] == [0]
     assert refusal(lambda: read(warehouse)) == (
         "file: expected a Parquet file, got one in ORC. "
-        "Set the table's property write.format.default=parquet and rewrite it: in Spark "
+        "Set the table's properties write.format.default=parquet and write.delete.format.default=parquet and rewrite it: in Spark "
         "`CALL system.rewrite_data_files(table => 'dlrm.dlrm.events', options => map('rewrite-all', 'true'))`."
     )
 

@@ -289,6 +289,26 @@ def test_a_column_that_the_day_would_hide_is_refused(
     assert f"{error.value}".endswith(f"Set source.day_column={name} if it tells the day; else rename it in the table.")
 
 
+@pytest.mark.parametrize("damage", ["cut", "empty"])
+def test_remedies_for_a_table_of_another_engine_work_there(
+    theirs: Catalog, opened: Callable[..., Warehouse], damage: str
+) -> None:
+    """No ingest of ours writes it."""
+    table = make(theirs, "nothing") if damage == "cut" else theirs.create_table("logs.events", log().schema)
+    if damage == "cut":
+        path = Path(next(iter(table.scan().plan_files())).file.file_path.removeprefix("file://"))
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(StorageError) as error:
+        ids_by_day(opened(day_column="ts"))
+    assert "ngest" not in f"{error.value}"
+    assert f"{error.value}".endswith(
+        {
+            "cut": "Put it back from a copy, or write its rows again with the engine of table 'theirs.logs.events'.",
+            "empty": "Write rows to 'theirs.logs.events' with its engine, or set source.branch.",
+        }[damage]
+    )
+
+
 def test_rows_without_a_day_are_refused(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
     table = make(theirs, "nothing")
     row = log().slice(0, 1)
