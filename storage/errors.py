@@ -1,11 +1,14 @@
 """The base of all our errors, and those of the warehouse."""
 
 import difflib
+import dis
 import importlib
 import inspect
+import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, Self
 
 LONGEST_PART = 2_000
@@ -72,7 +75,9 @@ class CorruptFileError(StorageError):
 
 @contextmanager
 def reading_metadata(name: str) -> Iterator[None]:
-    """Raises `StorageError` for what pyiceberg says about damaged metadata: errors of JSON, Avro, zlib and Python.
+    """Raises `StorageError` for what pyiceberg says about metadata: errors of JSON, Avro, zlib and Python.
+
+    It tells metadata that are newer, absent, or no Iceberg from damaged ones. No remedy rolls a whole table back.
 
     Args:
         name: What the error calls the table.
@@ -85,10 +90,64 @@ def reading_metadata(name: str) -> Iterator[None]:
         ResolveError, ValidationError, ValueError, LookupError, TypeError, AttributeError, EOFError, FileNotFoundError,
         SystemError, zlib.error,
     ) as error:  # fmt: skip
-        raise StorageError(
-            f"metadata of table '{name}'", "files as they were written", f"{type(error).__name__}: {error}",
-            "Put them back from a copy, or register an earlier metadata file of the table with its catalog.",
-        ) from error  # fmt: skip
+        raise _metadata_error(name, error) from error
+
+
+def _metadata_error(name: str, error: Exception) -> StorageError:
+    """Returns what is wrong with the metadata of a table."""
+    from pydantic import ValidationError
+
+    where, reason = f"metadata of table '{name}'", f"{type(error).__name__}: {error}"
+    parsed = next((one for one in (error, error.__cause__) if isinstance(one, ValidationError)), None)
+    for problem in () if parsed is None else parsed.errors(include_url=False):
+        kind, given = problem["type"], problem["input"]
+        if kind == "union_tag_invalid":
+            return StorageError(
+                f"format of table '{name}'", "version 1, 2 or 3", f"{problem['ctx']['tag']}",
+                "Have its engine write a copy in version 2, and read that.",
+            )  # fmt: skip
+        if "schemas" in problem["loc"]:
+            return StorageError(
+                f"columns of table '{name}'", "types that this version of pyiceberg reads", f"{given!r}",
+                "Have its engine write a copy without such columns, and read that.",
+            )  # fmt: skip
+        if "commitInfo" in given or "protocol" in given or kind == "union_tag_not_found":
+            found = "a JSON file without format-version" if "format-version" not in given else reason
+            return StorageError(
+                where, "metadata of an Iceberg table", f"{found}, such as the log of a Delta table",
+                "Have the catalog name the table's Iceberg metadata, or write it as an Iceberg table with its engine.",
+            )  # fmt: skip
+    if isinstance(error, FileNotFoundError):
+        return StorageError(
+            where, "the files that its catalog and its snapshots name", f"none: {error}",
+            "If their folder was moved, move it back or link its old path to it; else put them back from a copy.",
+        )  # fmt: skip
+    remedy = "Put them back from a copy. An earlier metadata file is a table without what was committed since."
+    return StorageError(where, "files as they were written", reason, remedy)
+
+
+@contextmanager
+def importing_private(package: str, version: str) -> Iterator[None]:
+    """Imports of private modules stand in its block, so that a module that has moved is one sentence, too.
+
+    Args:
+        version: How the version of the package begins.
+    Raises:
+        ContractError: Says which version is expected, and what is missing.
+    """
+    found = importlib.import_module(package).__version__
+    try:
+        if not found.startswith(version):
+            raise _version_error(package, version, found)
+        yield
+    except ImportError as error:
+        raise _version_error(package, version, f"{found}, where {error}") from error
+
+
+def _version_error(package: str, version: str, found: str) -> ContractError:
+    return ContractError(
+        f"private names of {package}", f"version {version}x", found.rstrip("."), "Install the version of requirements/."
+    )
 
 
 def require_private(package: str, version: str, names: Mapping[Any, Sequence[str]]) -> None:
@@ -98,23 +157,30 @@ def require_private(package: str, version: str, names: Mapping[Any, Sequence[str
 
     Args:
         version: How its version begins.
-        names: Module or class -> its private names. Those of a class may be attributes that only its methods name.
+        names: Module or class -> its private names. Those of a class may be attributes that only its methods set.
     Raises:
         ContractError: Says which version is expected, and which names are missing.
     """
     found = importlib.import_module(package).__version__
     missing = [f"{owner.__name__}.{name}" for owner in names for name in names[owner] if not _has(owner, name)]
     if missing or not found.startswith(version):
-        raise ContractError(
-            f"private names of {package}", f"version {version}x",
-            f"{found}{' without ' if missing else ''}{', '.join(missing)}", "Install the version of requirements/.",
-        )  # fmt: skip
+        raise _version_error(package, version, f"{found}{' without ' if missing else ''}{', '.join(missing)}")
 
 
 def _has(owner: Any, name: str) -> bool:
     values = (value for kind in getattr(owner, "__mro__", ()) for value in vars(kind).values())
     methods = filter(inspect.isfunction, (inspect.unwrap(value) for value in values if inspect.isfunction(value)))
-    return hasattr(owner, name) or any(name in method.__code__.co_names for method in methods)
+    return hasattr(owner, name) or any(name in _set_by(method.__code__) for method in methods)
+
+
+def _set_by(code: CodeType) -> set[str]:
+    """Returns the attributes that a method sets in its object."""
+    steps = list(dis.get_instructions(code))
+    own = code.co_varnames[:1]
+    pairs = ((before.argval, step) for before, step in itertools.pairwise(steps) if step.opname == "STORE_ATTR")
+    return {
+        step.argval for before, step in pairs if own and own[0] in (before if isinstance(before, tuple) else (before,))
+    }
 
 
 def _show(text: str) -> str:

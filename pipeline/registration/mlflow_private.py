@@ -1,9 +1,10 @@
 """What MLflow gives under private names only."""
 
-from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-from mlflow.tracking import MlflowClient
+from storage.errors import importing_private, require_private
 
-from storage.errors import require_private
+with importing_private("mlflow", "3."):
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+    from mlflow.tracking import MlflowClient
 
 require_private("mlflow", "3.", {MlflowClient: ["_tracking_client"], SqlAlchemyStore: ["_hard_delete_run"]})
 

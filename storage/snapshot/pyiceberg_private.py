@@ -3,13 +3,15 @@
 from collections.abc import Callable
 
 from pyarrow.fs import FileSystem
-from pyiceberg.expressions import visitors
-from pyiceberg.io import pyarrow as of_pyarrow
-from pyiceberg.io.pyarrow import PyArrowFile
-from pyiceberg.table import Table, Transaction
-from pyiceberg.table.update import AssertRefSnapshotId, TableUpdate, snapshot
 
-from storage.errors import require_private
+from storage.errors import importing_private, require_private
+
+with importing_private("pyiceberg", "0.12."):
+    from pyiceberg.expressions import visitors
+    from pyiceberg.io import pyarrow as of_pyarrow
+    from pyiceberg.io.pyarrow import PyArrowFile
+    from pyiceberg.table import Table, Transaction
+    from pyiceberg.table.update import AssertRefSnapshotId, TableUpdate, snapshot
 
 VERSION = "0.12."
 require_private(

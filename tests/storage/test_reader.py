@@ -160,5 +160,10 @@ def test_damaged_metadata_names_the_table(tmp_path: Path, pattern: str, damage: 
         path.write_bytes(path.read_bytes()[:60])
         if damage == "gone":
             path.unlink()
-    with pytest.raises(StorageError, match=r"metadata of table 'events': expected files as they were written"):
+    said = (
+        "files as they were written, got"
+        if damage == "cut"
+        else "the files that its catalog and its snapshots name, got none: "
+    )
+    with pytest.raises(StorageError, match=rf"metadata of table 'events': expected {said}"):
         Warehouse(WarehouseConfig(), tmp_path / "home").reader(snapshot, ["id"]).fragments()

@@ -3,12 +3,14 @@
 from typing import Any
 
 import torch
-from torch import distributed
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 
-from storage.errors import require_private
+from storage.errors import importing_private, require_private
+
+with importing_private("torch", "2.13."):
+    from torch import distributed
+    from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+    from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 
 __all__ = ["EnumerableShardingSpec", "Shard", "ShardMetadata", "ShardedTensorMetadata"]
 

@@ -8,17 +8,19 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import Awaitable
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from storage.errors import require_private
+from storage.errors import importing_private, require_private
+
+with importing_private("torchrec", "1.8."):
+    from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+    from torchrec.distributed.planner.types import ShardingOption
+    from torchrec.distributed.types import Awaitable
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 require_private(
     "torchrec", "1.8.", {
