@@ -13,6 +13,26 @@ def is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
+def is_bytes(kind: pa.DataType) -> bool:
+    """Tells whether a type is bytes of any or of one length.
+
+    Example:
+        >>> is_bytes(pa.binary(4)), is_bytes(pa.uuid())
+        (True, False)
+    """
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
+
+
+def is_uuid(kind: pa.DataType) -> bool:
+    """Tells whether a type is a UUID.
+
+    Example:
+        >>> is_uuid(pa.uuid())
+        True
+    """
+    return isinstance(kind, pa.UuidType)
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Tells whether a type is list or large_list, of any values.
 

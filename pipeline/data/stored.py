@@ -1,9 +1,11 @@
 """Converts columns of a feature source: into stored types, comparable keys and days."""
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.transforms.column import whole_decimals
 from storage.arrow import is_list, is_text
 
 MICROS = 1_000_000
@@ -38,7 +40,7 @@ def _plain(where: str, kind: pa.DataType) -> pa.DataType:
     if kind in WIDER:
         return WIDER[kind]
     if pa.types.is_decimal(kind):
-        return pa.float64()
+        return pa.int64() if kind.scale <= 0 else pa.float64()
     if pa.types.is_date64(kind):
         return pa.date32()
     if pa.types.is_timestamp(kind):
@@ -49,8 +51,35 @@ def _plain(where: str, kind: pa.DataType) -> pa.DataType:
 
 
 def to_stored_form(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Casts a column to the type from `stored_type`. Ids above 2^63 keep all their bits."""
-    return array if array.type == kind else array.cast(kind, safe=False)
+    """Casts a column to the type from `stored_type`. Ids above 2^63 keep all their bits.
+
+    Decimals of scale 0 are integers. Others are floats, as long as their whole numbers stay apart.
+
+    Raises:
+        DataError: If a decimal has more bits.
+    """
+    if array.type == kind:
+        return array
+    values = array.flatten() if is_list(array.type) or pa.types.is_fixed_size_list(array.type) else array
+    if not pa.types.is_decimal(values.type):
+        return array.cast(kind, safe=False)
+    if values.type.scale <= 0:
+        whole = whole_decimals("column of a feature source", values)
+        return whole if values is array else _with_values(array, whole, kind)
+    large = pc.greater(pc.abs(values), pa.scalar(2**53, pa.decimal128(16, 0)))
+    if pc.any(pc.and_(large, pc.equal(pc.round(values), values))).as_py():
+        raise DataError(
+            "column of a feature source", f"decimals whose whole numbers are below 2^53, {2**53}", "larger ones",
+            f"Write ids with scale 0 or as text, instead of {values.type}.",
+        )  # fmt: skip
+    return array.cast(kind, safe=False)
+
+
+def _with_values(lists: pa.Array, values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Returns lists with other values, as `kind`."""
+    lengths = pc.fill_null(pc.list_value_length(lists), 0)
+    offsets = np.concatenate([[0], np.cumsum(lengths.to_numpy(zero_copy_only=False))])
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), values, mask=lists.is_null()).cast(kind)
 
 
 def to_key_form(where: str, array: pa.Array) -> pa.Array:
@@ -68,6 +97,8 @@ def to_key_form(where: str, array: pa.Array) -> pa.Array:
         return array.cast(pa.date32())
     if is_text(kind) or pa.types.is_string_view(kind):
         return array.cast(pa.large_string())
+    if pa.types.is_decimal(kind):
+        return whole_decimals(where, array)
     raise ConfigError(where, "integers, text or dates", f"{kind}", "Convert it, or name another column.")
 
 

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pipeline.errors import DataError
 from pipeline.transforms.kernels import hashing
 from pipeline.transforms.kinds import Kind
-from storage.arrow import is_list, is_text
+from storage.arrow import is_bytes, is_list, is_text, is_uuid
 
 Ids = npt.NDArray[np.int64]
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
@@ -119,14 +119,15 @@ def dense_from_arrow(name: str, array: pa.Array) -> Column:
 
 
 def sparse_from_arrow(name: str, array: pa.Array) -> Column:
-    """Reads ids: integers, strings or whole floats, one per row or a list of them.
+    """Reads ids: integers, strings, bytes, UUIDs, or whole floats and decimals, one per row or a list of them.
 
-    A float is the id of its whole number: pandas stores integers as floats if one is missing. Strings become 64-bit
-    FNV-1a hashes of their UTF-8 bytes: equal strings are equal ids in every run and on every machine. Null rows become
-    empty lists. Nulls inside lists are dropped.
+    A float is the id of its whole number: pandas stores integers as floats if one is missing. So is a decimal, exactly.
+    A UUID is the id of its text, and bytes are that of the text that they encode. Strings become 64-bit FNV-1a hashes
+    of their UTF-8 bytes: equal strings are equal ids in every run and on every machine. Null rows become empty lists.
+    Nulls inside lists are dropped.
 
     Raises:
-        DataError: If the column holds neither integers nor strings, or a float with a fraction.
+        DataError: If the column holds nothing of these, or a number with a fraction or of more than 64 bits.
     """
     if pa.types.is_floating(array.type):
         array = _whole(name, array)
@@ -154,6 +155,30 @@ def _whole(name: str, array: pa.Array) -> pa.Array:
             f"column '{name}'", "ids: whole numbers", f"{odd[0]:g}" if len(odd) else f"{array.type}",
             "Add a bucketize op, or move it to features.dense.",
         ) from None  # fmt: skip
+
+
+def whole_decimals(where: str, array: pa.Array) -> pa.Array:
+    """Returns decimals as int64 ids. Those of 2^63 to 2^64 keep all their bits.
+
+    Raises:
+        DataError: If one has a fraction or more bits.
+    """
+    try:
+        whole = array.cast(pa.decimal128(38, 0))
+        return whole.cast(pa.int64())
+    except pa.ArrowInvalid:
+        values = [one.as_py() for one in array]
+    odd = [one for one in values if one is not None and (one % 1 or not -(2**63) <= one < 2**64)]
+    if odd:
+        raise DataError(where, "ids: whole numbers of 64 bits", f"{odd[0]}", "Write it as text, or add a bucketize op.")
+    numbers = [None if one is None else int(one) for one in values]
+    wrapped = [one if one is None or one < 2**63 else one - 2**64 for one in numbers]
+    return pa.array(wrapped, pa.int64())
+
+
+def _uuid_text(array: pa.Array) -> pa.Array:
+    """Returns UUIDs as text, as an ingest stores them."""
+    return pa.array([None if one is None else str(one) for one in array.to_pylist()], pa.large_string())
 
 
 def scores_from_arrow(name: str, array: pa.Array) -> Column:
@@ -199,7 +224,11 @@ def _ids(name: str, items: pa.Array) -> Ids:
     if pa.types.is_dictionary(kind):
         items = items.dictionary_decode()
         kind = items.type
-    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+    if pa.types.is_decimal(kind):
+        return whole_decimals(f"column '{name}'", items).to_numpy(zero_copy_only=False)
+    if is_uuid(kind):
+        items, kind = _uuid_text(items), pa.large_string()
+    if is_text(kind) or is_bytes(kind):
         items = items.cast(pa.large_binary())
         _, offsets, data = items.buffers()
         text = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)

@@ -78,7 +78,8 @@ def write_days(
     """
     config, show = workspace.config, partial(show_checks, workspace, workspace.config.name)
     if config.source.table is not None:
-        return adopt(workspace.warehouse, config.name, config.features, config.ingest, days, force, report, show)
+        context = make_source_context(workspace)
+        return adopt(context, config.ingest, config.filter, days, force, report, show)
     return extract(
         make_source_context(workspace),
         config.ingest,

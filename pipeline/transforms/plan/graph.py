@@ -23,7 +23,7 @@ from pipeline.transforms.schema import (
     resolve,
     unknown_column,
 )
-from storage.arrow import is_list, is_text
+from storage.arrow import is_bytes, is_list, is_text, is_uuid
 from storage.keys import expand_keys, map_names
 from storage.names import NAME
 
@@ -293,7 +293,6 @@ def _check_type(column: str, kind: pa.DataType, use: Kind) -> None:
     listed = is_list(kind)
     value = kind.value_type if listed else kind
     number = pa.types.is_integer(value) or pa.types.is_floating(value)
-    text = is_text(value)
     time = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
     single = pa.types.is_boolean(kind) or pa.types.is_decimal(kind)
     if use == "dense" and (listed or not (number or single or time)):
@@ -303,7 +302,8 @@ def _check_type(column: str, kind: pa.DataType, use: Kind) -> None:
             f"{kind}",
             "Move it to features.sparse, or convert the column.",
         )
-    whole = not listed and pa.types.is_floating(value)  # may hold ids; a fraction is refused when it is read
+    whole = (not listed and pa.types.is_floating(value)) or pa.types.is_decimal(value)  # a fraction is refused later
+    text = is_text(value) or is_bytes(value) or is_uuid(value)
     if use == "sparse" and not (pa.types.is_integer(value) or text or pa.types.is_boolean(value) or whole):
         raise ColumnError(
             f"column '{column}'",

@@ -1,6 +1,7 @@
 """Columns hold Arrow's values, row by row, as numbers or ids."""
 
 import datetime
+import uuid
 from decimal import Decimal
 from typing import Any
 
@@ -215,3 +216,35 @@ def test_other_kinds_are_refused(read: Any, array: pa.Array, sentence: str) -> N
     with pytest.raises(DataError) as error:
         read("age", array)
     assert str(error.value).replace("element:", "item:") == sentence
+
+
+UUIDS = [uuid.UUID(int=number << 96 | 77) for number in (1, 2**32 - 1)]
+OTHERS = {
+    "UUID": (pa.array([one.bytes for one in UUIDS], pa.uuid()), [str(one) for one in UUIDS]),
+    "bytes": (pa.array([b"abc", "\u00e9".encode()], pa.large_binary()), ["abc", "\u00e9"]),
+    "bytes of one length": (pa.array([b"abcd", b"efgh"], pa.binary(4)), ["abcd", "efgh"]),
+    "decimals": (pa.array([Decimal(2**53 + 1), Decimal(2**64 - 1)], pa.decimal128(38, 0)), [2**53 + 1, -1]),
+    "whole decimals": (pa.array([Decimal(2**53), Decimal(2**53 + 1)], pa.decimal128(38, 9)), [2**53, 2**53 + 1]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("form", ["plain", "null", "list"])
+def test_ids_of_other_types_are_those_of_their_text_or_integers(kind: str, form: str) -> None:
+    array, plain = OTHERS[kind]
+    given, expected = array.to_pylist(), plain
+    if kind == "UUID":
+        given = [one.bytes for one in UUIDS]
+    if form == "null":
+        given, expected = [given[0], None, given[1]], [plain[0], None, plain[1]]
+    rows = pa.ListArray.from_arrays([0, 2], array) if form == "list" else pa.array(given, array.type)
+    like = pa.array([expected]) if form == "list" else pa.array(expected)
+    found, wanted = sparse_from_arrow("c", rows), sparse_from_arrow("c", like)
+    assert found.values.tolist() == wanted.values.tolist()
+    assert found.offsets.tolist() == wanted.offsets.tolist()
+
+
+@pytest.mark.parametrize("value", [Decimal("1.5"), Decimal(2**64), Decimal(-(2**63) - 1)])
+def test_a_decimal_that_is_no_id_is_refused(value: Decimal) -> None:
+    with pytest.raises(DataError, match="column 'c': expected ids: whole numbers of 64 bits"):
+        sparse_from_arrow("c", pa.array([Decimal(1), value], pa.decimal128(38, 2)))

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ColumnError, ConfigError
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import FeatureSchema
 
@@ -263,3 +263,16 @@ def test_a_timestamp_has_its_own_unit(kind: pa.DataType) -> None:
     plain = FeatureSchema.model_validate({"derived": [wrong], "sparse": [{"columns": "hour"}]})
     rows = build_plan(plain, numbers).apply(pa.table({"when": [0, 3_600_000 * 25, None]}))
     assert rows.sparse[0].values.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.uuid(), pa.binary(), pa.large_binary(), pa.binary(16), pa.decimal128(38, 0), pa.decimal128(38, 9)]
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_ids_of_another_engine_may_be_of_any_type(kind: pa.DataType, listed: bool) -> None:
+    table = pa.schema([("key", pa.large_list(kind) if listed else kind)])
+    hashed = [{"columns": "key", "transforms": [{"kind": "sigrid_hash", "size": 7}]}]
+    assert build_plan(FeatureSchema.model_validate({"sparse": hashed}), table).sparse
+    if not pa.types.is_decimal(kind) or listed:
+        with pytest.raises(ColumnError, match="expected numbers for a dense feature"):
+            build_plan(FeatureSchema.model_validate({"dense": [{"columns": "key"}], "sparse": hashed}), table)
