@@ -3,9 +3,10 @@
 import datetime
 from collections.abc import Mapping, Sequence
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from pipeline.data.formats.files import Stamp
+from pipeline.errors import DataError
 from storage.reader import SnapshotRef
 from storage.snapshot.days import notes
 from storage.warehouse import Warehouse
@@ -19,9 +20,9 @@ MOST_STAMPS = 50
 class InputFiles(BaseModel, frozen=True):
     """The input files of one kind of a day."""
 
-    count: int
-    bytes: int
-    stamps: tuple[Stamp, ...]
+    count: int = 0
+    bytes: int = 0
+    stamps: tuple[Stamp, ...] = ()
     """Of the first MOST_STAMPS files."""
 
     @classmethod
@@ -36,18 +37,18 @@ class InputFiles(BaseModel, frozen=True):
 
 
 class DayNote(BaseModel, frozen=True):
-    """The input of one day."""
+    """The input of one day. Notes of an earlier version lack fields that it did not have."""
 
     open: bool = False
     """Whether an attribution window ended after the newest outcome. Outcomes may be missing."""
-    rows: InputFiles
+    rows: InputFiles = InputFiles()
     """Files of samples, or of the feature log."""
-    outcomes: InputFiles
+    outcomes: InputFiles = InputFiles()
     """Files of the outcome log that may hold outcomes of the day."""
     lookups: Mapping[str, str] = {}
     """Side table -> fingerprint of the stamps of its files."""
-    definition: str
-    """Fingerprint of the config that says what rows and labels are."""
+    definition: str = ""
+    """Fingerprint of the config that says what rows and labels are. Empty: not noted, so it is no config's."""
     refill: tuple[str, ...] = ()
     """Feature sources whose columns the ingest was to materialize in the day."""
     sources: Mapping[str, str] = {}
@@ -58,9 +59,24 @@ def day_notes(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date
     """Returns day -> the ingest's note about its rows in the snapshot.
 
     Leaves out days that another engine wrote.
+
+    Raises:
+        DataError: If a note has another form, as a later version may write it.
     """
     found = _notes(warehouse, snapshot)
-    return {day: DayNote.model_validate(note[INGEST]) for day, note in found.items() if INGEST in note}
+    return {day: _parse(day, snapshot, note[INGEST]) for day, note in found.items() if INGEST in note}
+
+
+def _parse(day: datetime.date, snapshot: SnapshotRef, note: object) -> DayNote:
+    try:
+        return DayNote.model_validate(note)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise DataError(
+            f"note of day {day} of table '{snapshot.table}'", "the input of a day as this version notes it",
+            f"{problem['input']!r} at '{'.'.join(map(str, problem['loc']))}'",
+            "Use the version that wrote the day, or write it again: python -m flows.ingest CONFIG force=true.",
+        ) from None  # fmt: skip
 
 
 def open_days(warehouse: Warehouse, snapshot: SnapshotRef) -> set[datetime.date]:
