@@ -136,6 +136,23 @@ def test_a_hash_split_keeps_keys_together(shares: dict[str, float], kind: pa.Dat
         assert len(users[name]) / everyone == pytest.approx(share, abs=4 * (share * (1 - share) / everyone) ** 0.5)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_each_hash_is_in_one_part_and_no_other(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all values that a hash can have, so also at the ends of each part."""
+    random = np.random.default_rng(seed)
+    cuts = np.sort(random.integers(1, 1_000, 2)) / 1_000 if seed else np.array([0.1, 0.9])
+    sizes = np.diff([0.0, *cuts, 1.0])
+    shares = {name: float(size) for name, size in zip(PARTS, sizes, strict=True) if size}
+    monkeypatch.setattr("pipeline.data.selection.hash_steps", lambda *keys: np.arange(HASH_STEPS))
+    rows = pa.table({"user": pa.nulls(HASH_STEPS, pa.int64())})
+    parts = {name: chosen({"hash": {"key": "user", "shares": shares}}, name) for name in shares}
+    masks = {name: part.mask(rows) for name, part in parts.items() if part is not None}
+    assert masks.keys() == shares.keys()
+    assert (sum(mask.astype(int) for mask in masks.values()) == 1).all()
+    for name, mask in masks.items():
+        assert abs(mask.sum() - shares[name] * HASH_STEPS) <= 2
+
+
 @pytest.mark.parametrize(
     ("keys", "steps"),
     [
