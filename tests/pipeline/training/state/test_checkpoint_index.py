@@ -217,3 +217,58 @@ def test_what_one_of_many_writers_has_added_is_never_lost(store: Store, address:
     assert refused
     assert added
     assert sorted(CheckpointIndex(ObjectFolder(address, store.properties)).read()) == sorted(added)
+
+
+class Memory:
+    """A store in memory, which needs no server."""
+
+    address = "s3://logs/memory"
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    def read(self, name: str) -> bytes | None:
+        return self.files.get(name)
+
+    def swap(self, name: str, before: bytes | None, content: bytes) -> bool:
+        if self.files.get(name) != before:
+            return False
+        self.files[name] = content
+        return True
+
+
+EMPTY = Manifest(at=f"{BEST}-{0:032x}", files={})
+
+
+def attempt(store: Any, training: str | None) -> CheckpointIndex:
+    return CheckpointIndex(store, training)
+
+
+@pytest.mark.parametrize("who", ["no one", "another training", "an attempt before", "an attempt that has not opened"])
+@pytest.mark.parametrize("what", ["add", "drop"])
+def test_only_the_attempt_that_opened_the_index_last_writes_it(who: str, what: str) -> None:
+    store = Memory()
+    earlier = attempt(store, "one")
+    earlier.claim()
+    earlier.open()
+    earlier.add("step-1", EMPTY)
+    now = attempt(store, "one")
+    assert now.open().keys() == {"step-1"}
+    others = {
+        "no one": attempt(store, None), "another training": attempt(store, "two"), "an attempt before": earlier,
+        "an attempt that has not opened": attempt(store, "one"),
+    }  # fmt: skip
+    before = store.files[INDEX]
+    with pytest.raises(TrainingError, match=TAKEN):
+        others[who].add("step-2", EMPTY) if what == "add" else others[who].drop(["step-1"])
+    if who in ("no one", "another training"):
+        with pytest.raises(TrainingError, match=TAKEN):
+            others[who].open()
+    assert store.files[INDEX] == before
+    now.add("step-2", EMPTY)
+    assert now.read().keys() == {"step-1", "step-2"}
+    attempt(store, "two").claim()
+    for writes in (lambda: now.add("step-3", EMPTY), lambda: now.drop(["step-1"]), now.open):
+        with pytest.raises(TrainingError, match=TAKEN):
+            writes()
+    assert now.read().keys() == {"step-1", "step-2"}
