@@ -244,18 +244,6 @@ def test_ids_of_a_database_are_never_rounded(ingest: Any, stored: Any, put: Any,
     assert stored()["size"].tolist() == [2.0**63, 2.0**63]
 
 
-@pytest.mark.parametrize("scale", [2, 9])
-def test_whole_decimals_that_floats_would_make_one_are_refused(ingest: Any, put: Any, scale: int) -> None:
-    """A database may write all its numbers with one scale."""
-    ids = [decimal.Decimal(2**53 + number) for number in range(3)]
-    put("rows.parquet", user=[1, 2, 3], label=[0, 1, 0], order_id=pa.array(ids, pa.decimal128(38, scale)))
-    with pytest.raises(
-        DataError, match=r"column 'order_id' holds whole decimals beyond 2\^53, which are ids: 90071992547409"
-    ):
-        ingest(FIXED)
-    ingest(FIXED, dense=["order_id"])  # a number may be rounded
-
-
 def test_whole_numbers_in_text_keep_64_bits_as_ids(ingest: Any, stored: Any, tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text(f"user,label,ad\n1,0,{2**64 - 1}\n2,1,{2**63}\n3,1,7\n")
     ingest({"path": "rows.csv", "day": "2024-01-01"})
