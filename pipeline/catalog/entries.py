@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from pipeline.catalog.events import Event, State, newest_events, state_since
 from pipeline.catalog.usage import ColumnImportance, Usage
+from pipeline.data.present import today
 from storage.arrow import is_list, is_text
 from storage.keys import is_key, map_names
 from storage.layout.columns import StoredColumn
@@ -153,7 +154,9 @@ def _days(profile: pa.Table) -> dict[str, tuple[FeatureDay, ...]]:
 
 
 def _statistics(days: Sequence[FeatureDay]) -> dict[str, Any]:
-    """Statistics over the newest days."""
+    """Statistics over the newest days that have begun."""
+    limit = today()
+    days = [day for day in days if day.day <= limit]
     recent = days[-RECENT_DAYS:]
     rows, present = sum(day.rows for day in recent), sum(day.present for day in recent)
     lengths = [(day.mean_length, day.present) for day in recent if day.mean_length is not None and day.present]

@@ -73,8 +73,8 @@ class RecurringConfig(Policy, frozen=True, extra="forbid", use_attribute_docstri
     """Keys of `training` that differ in incremental training, such as `{dense_learning_rate: 5.0e-4}`. Defaults: one
     epoch, no warm-up, no decay, no validation, no averaging of the weights."""
     closed_after_hours: NonNegativeFloat | None = None
-    """Hours from the end of a day (UTC) until it is closed. None: a later day in the table closes it. Without `day=`,
-    flows.recurring trains on closed days alone."""
+    """Hours from the end of a day (UTC) until it is closed. None: a later day in the table, which has begun, closes it.
+    Without `day=`, flows.recurring trains on closed days alone."""
     keep_checkpoints: PositiveInt = 7
     """Number of newest days with kept checkpoints. Versions with an alias keep theirs, too. After a rollback, training
     can start from them."""

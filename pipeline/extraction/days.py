@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.data.day_notes import DayNote, InputFiles
 from pipeline.data.formats.files import Stamp, address_of, stamp
 from pipeline.data.formats.reading import count_rows_of
+from pipeline.data.present import today
 from pipeline.errors import DataError, EmptyDatasetError
 from pipeline.extraction.config import EventTable, SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT
@@ -116,10 +117,12 @@ def _definition(source: SourceConfig) -> dict[str, Any]:
 
 
 def first_kept(days: Collection[datetime.date], events: EventTable | None) -> datetime.date:
-    """Returns the first day that `keep_days` keeps."""
-    if events is None or events.keep_days is None or len(days) <= events.keep_days:
+    """Returns the first day that `keep_days` keeps. Days that have not begun do not count."""
+    limit = today()
+    begun = sorted(day for day in days if day <= limit)
+    if events is None or events.keep_days is None or len(begun) <= events.keep_days:
         return datetime.date.min
-    return sorted(days)[-events.keep_days]
+    return begun[-events.keep_days]
 
 
 def select_days(days: Sequence[SourceDay], only: Iterable[datetime.date], key: str = "source.path") -> list[SourceDay]:

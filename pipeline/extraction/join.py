@@ -107,16 +107,17 @@ class Join:
         """Returns day -> (files of the outcome log that may hold an outcome of its impressions, whether it is open).
 
         The times in the log decide both. A day is open until an outcome is as late as the end of the longest window of
-        its last impression. Outcomes from the future are errors and close no day.
+        its last impression. Outcomes from the future are errors and close no day. Where times are local and ahead of
+        UTC, days close by so much later.
 
         Args:
             samples: View of the samples.
         """
-        now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None) + datetime.timedelta(days=1)  # any time zone
+        now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
         end = f"d.last + to_seconds({self.config.longest_seconds})"
         rows = self.connection.sql(
             f"WITH files AS (SELECT {FILE} AS file, min({self.time}) AS first, max({self.time}) AS last,"
-            f" max({self.time}) FILTER ({self.time} < TIMESTAMP '{now}') AS seen FROM outcomes GROUP BY 1),"
+            f" max({self.time}) FILTER ({self.time} <= TIMESTAMP '{now}') AS seen FROM outcomes GROUP BY 1),"
             f" days AS (SELECT {DAY} AS day, min({SHOWN}) AS first, max({SHOWN}) AS last FROM {samples}"
             f" WHERE {REASON} IS NULL GROUP BY 1)"
             f" SELECT d.day, list(f.file ORDER BY f.file) FILTER (f.file IS NOT NULL),"

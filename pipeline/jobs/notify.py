@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from pipeline.config.files import read_yaml
+from pipeline.data.present import newest_day
 from pipeline.errors import ConfigError
 from pipeline.jobs.workspace import Workspace
 from storage.artifacts import write_json
@@ -137,7 +138,9 @@ def find_stale(workspace: Workspace, limit: int) -> Message | None:
     version = None if champion is None else tracker.get_version(config.model_name, str(champion))
     if champion is None or version is None or "trained_to" not in version.tags:
         return None
-    newest = max(warehouse.day_rows(warehouse.current(config.name)))
+    newest = newest_day(warehouse.day_rows(warehouse.current(config.name)))
+    if newest is None:
+        return None
     return describe_stale(
         config.model_name, champion, datetime.date.fromisoformat(version.tags["trained_to"]), newest, limit
     )
@@ -150,7 +153,7 @@ def describe_stale(
 
     Args:
         model: Its name in the registry.
-        newest: Newest day of the table.
+        newest: Newest day of the table that has begun.
         limit: Days from which a champion counts as stale.
 
     Example:

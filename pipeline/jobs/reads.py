@@ -2,6 +2,7 @@
 
 import datetime
 
+from pipeline.data.present import newest_day
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.epoch.costs import Costs
@@ -37,7 +38,8 @@ def _measure_popularity(workspace: Workspace, spec: DataSpec, rows: int, since: 
         return {}
     recent = load_reads(workspace.home / READS, spec.snapshot.table, since)
     table = workspace.warehouse.table(spec.snapshot.table)
-    found = Footers(table, spec.snapshot).columns([max(spec.selection.days)], POPULARITY_FILES)
+    day = newest_day(spec.selection.days) or max(spec.selection.days)
+    found = Footers(table, spec.snapshot).columns([day], POPULARITY_FILES)
     stored = {name: one.bytes for name, one in found.items()}
     reads = [*((read.columns, read.rows) for read in recent), (spec.columns, rows)]
     maps = find_maps(table, {name for columns, _ in reads for name in columns})

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.alone import NOTHING, Alone
+from pipeline.data.present import last_possible_day
 from pipeline.data.profile import Rows, measure_columns
 from pipeline.suggestion.leaks import look_at_columns
 from storage.query import quote
@@ -144,7 +145,9 @@ def is_time(kind: str) -> bool:
 
 def _count_days(connection: duckdb.DuckDBPyConnection, rows: Rows, label: str) -> list[DayFacts]:
     query = f"SELECT {DAY}, count(*), coalesce(sum({quote(label)}), 0) FROM {rows([label])} GROUP BY {DAY} ORDER BY 1"
-    return [DayFacts(day, count, int(positives)) for day, count, positives in connection.sql(query).fetchall()]
+    days = [DayFacts(day, count, int(positives)) for day, count, positives in connection.sql(query).fetchall()]
+    limit = last_possible_day()
+    return [one for one in days if one.day <= limit] or days  # an ingest holds the others
 
 
 def _fact(row: Mapping[str, Any], kind: str, look: Mapping[str, Any]) -> ColumnFacts:

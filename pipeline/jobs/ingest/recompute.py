@@ -10,6 +10,7 @@ from pipeline.config.files import ROOT
 from pipeline.data.day_notes import day_notes, materialized_columns
 from pipeline.data.joined.source import FeatureSource, PinnedSource, pin_sources
 from pipeline.data.joined.states import note_state, restore_state
+from pipeline.data.present import newest_day
 from pipeline.jobs.console import step
 from pipeline.jobs.features.consistency import describe_differences, row_columns, show_differences
 from pipeline.jobs.ingest.checks import MOST_LINES
@@ -55,8 +56,8 @@ def newest_noted_day(workspace: Workspace) -> NotedDay | None:
     if not warehouse.has_table(config.name):
         return None
     states = {day: note.sources for day, note in day_notes(warehouse, warehouse.current(config.name)).items()}
-    days = [day for day in states if states[day]]
-    return NotedDay(max(days), states[max(days)]) if days else None
+    day = newest_day(day for day in states if states[day])
+    return None if day is None else NotedDay(day, states[day])
 
 
 def recompute_features(

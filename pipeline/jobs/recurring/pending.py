@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pydantic import BaseModel
 
 from pipeline.data.config import SplitConfig, day_span
+from pipeline.data.present import newest_day
 
 FEW_DAYS = 30
 """Up to so many changed days are trained on again incrementally, however few days the champion has learned."""
@@ -82,7 +83,8 @@ def find_open(
     """Returns the days of a table that may still get rows.
 
     Args:
-        closed_after_hours: Hours from the end of a day, in UTC, until it is closed. None: a later day closes it.
+        closed_after_hours: Hours from the end of a day, in UTC, until it is closed. None: a later day closes it, once
+            that has begun.
         now: In UTC.
     Example:
         >>> days = [datetime.date(2025, 1, 1), datetime.date(2025, 1, 2)]
@@ -91,7 +93,8 @@ def find_open(
         [['2025-01-02'], [], ['2025-01-02']]
     """
     if closed_after_hours is None:
-        return set(days) & {max(days, default=None)}
+        newest = newest_day(days, now.date())
+        return {day for day in days if newest is None or day >= newest}
     limit = now - datetime.timedelta(hours=closed_after_hours)
     return {day for day in days if _end_of(day) > limit}
 

@@ -17,6 +17,7 @@ from pipeline.data.day_notes import open_days
 from pipeline.data.joined.materialized import require_materialized
 from pipeline.data.joined.reader import filter_schema, joined_schema
 from pipeline.data.joined.source import PinnedSource
+from pipeline.data.present import newest_day
 from pipeline.data.profile import profiles
 from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
@@ -92,8 +93,9 @@ class TrainingJob(BaseModel, frozen=True):
 
     @property
     def trained_to(self) -> datetime.date:
-        """The last day that the model is trained or stopped on."""
-        return max(self.data[part].selection.days[-1] for part in LEARNED if part in self.data)
+        """The last day that the model is trained or stopped on, of those that have begun."""
+        days = [day for part in LEARNED if part in self.data for day in self.data[part].selection.days]
+        return newest_day(days) or max(days)
 
     @property
     def trained_on(self) -> tuple[Selection, ...]:

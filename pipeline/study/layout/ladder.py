@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel
 from pyiceberg.io import FileIO
 
+from pipeline.data.present import newest_day
 from storage.keys import SCORES
 from storage.layout.reads import read_percentiles
 from storage.layout.spec import Layout
@@ -99,7 +100,8 @@ class StepStats(BaseModel, frozen=True):
 def take_sample(warehouse: Warehouse, reference: SnapshotRef, wanted: Sequence[str]) -> pa.Table:
     """Reads the first rows of the newest day: the wanted columns and all others, and all keys of maps of features."""
     schema, names = warehouse.table(reference.table).schema(), warehouse.schema(reference).names
-    day = max(warehouse.day_rows(reference))
+    days = warehouse.day_rows(reference)
+    day = newest_day(days) or max(days)
     maps = [name for name in map_fields(schema) if name in names]
     usable = [name for name in maps if find_keys(schema, [f"{name}_0"])]
     held = _read_first_rows(warehouse.reader(reference, usable), day)

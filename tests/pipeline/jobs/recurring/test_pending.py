@@ -9,10 +9,11 @@ import pytest
 from pipeline.config import load
 from pipeline.data.config import HashSplit, SplitConfig
 from pipeline.data.day_notes import INGEST, DayNote, InputFiles
+from pipeline.data.present import today
 from pipeline.evaluation.policy import Policy, decide
 from pipeline.jobs.recurring import pending
 from pipeline.jobs.recurring.day import Today, find_next_days, identity_of_day, pin_day
-from pipeline.jobs.recurring.pending import find_pending
+from pipeline.jobs.recurring.pending import find_open, find_pending
 from pipeline.jobs.recurring.run import train_day, train_new_days
 from pipeline.jobs.training.provenance import RECORD, Record
 from pipeline.jobs.workspace import Workspace
@@ -82,6 +83,26 @@ def test_every_row_of_every_day_is_trained_on_though_mornings_see_part_of_a_day(
             trained[day.day] = pin_day(workspace, day, force=False).new_rows
             promote(workspace, day.day)
     assert trained == {2: 40, 3: 40, 4: 40}
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 5_000])
+def test_a_row_of_the_future_closes_no_day(workspace: Workspace, ahead: int) -> None:
+    """The running day has a tenth of its rows, and one row has a wrong clock."""
+    day = datetime.timedelta(days=1)
+    write(workspace, 1, rows=40)
+    promote(workspace, 1)
+    for count, date in ((40, today() - 2 * day), (40, today() - day), (4, today()), (1, today() + ahead * day)):
+        rows = pa.table({"day": pa.array([date] * count, pa.date32()), "user": list(range(count))})
+        write_days(workspace.warehouse, rows, name="mornings")
+    found = find_next_days(workspace)
+    assert found.closed == (today() - 2 * day, today() - day)
+    assert (found.open, found.newest) == ((today(), today() + ahead * day), today() - day)
+
+
+def test_a_day_of_the_future_closes_no_day_before_today() -> None:
+    now = datetime.datetime(2025, 1, 9, 5, tzinfo=datetime.UTC)
+    assert find_open([january(3), january(4), january(30)], None, now) == {january(4), january(30)}
+    assert find_open([january(30)], None, now) == {january(30)}
 
 
 def test_missed_days_are_caught_up_in_order(workspace: Workspace) -> None:
