@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pipeline.data.profile import measure_days, profile_name, profiles, store, stored_rows
 from pipeline.data.stored import to_numbers
 from pipeline.errors import DataError
-from pipeline.extraction.checks import CheckResult, check
+from pipeline.extraction.checks import CheckResult, KnownDays, check
 from pipeline.extraction.config import IngestConfig, LabelColumns, Rule
 from pipeline.extraction.days import asked_days
 from pipeline.extraction.extract import IngestResult
@@ -143,4 +143,7 @@ def _check(
             reader = warehouse.reader(snapshot, [DAY, rules.key])
             view = stored_rows(connection, reader, days)([rules.key])
             duplicates = count_duplicates(connection, view, rules.key)
-        return check(measured, profiles(warehouse, snapshot.table, earlier), rules, schema.label, duplicates)
+        features = schema.named_columns() if isinstance(schema, FeatureSchema) else ()
+        before, known = profiles(warehouse, snapshot.table, earlier), warehouse.has_table(profile_name(snapshot.table))
+        new = KnownDays(duplicates=duplicates, features=features, has_table=known)
+        return check(measured, before, rules, schema.label, new)

@@ -1,19 +1,20 @@
-"""Checks a day before it is written. The rules compare it with the days before it and with its version in the table."""
+"""Checks a day before it is written: by itself, against the days before it, and against its version in the table."""
 
 import datetime
 import fnmatch
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.data.profile import add_drift
 from pipeline.errors import DataError
+from pipeline.extraction.absolute import find_constant, find_future, find_one_label
 from pipeline.extraction.config import ChecksConfig, Rule, Verdict
 from storage.reader import DAY
 
@@ -89,6 +90,23 @@ class CheckResult(BaseModel, frozen=True):
             raise DataError(first.where, first.expected, f"{first.got}{others}", remedy)
 
 
+class KnownDays(NamedTuple):
+    """What is known of new days beside their statistics."""
+
+    counts: Mapping[datetime.date, int] = MappingProxyType({})
+    """Day -> its rows. Days with statistics may be left out."""
+    duplicates: Mapping[datetime.date, int] = MappingProxyType({})
+    """Day -> rows that repeat the key of another row. A missing day has none."""
+    found: Mapping[datetime.date, Sequence[CheckFinding]] = MappingProxyType({})
+    """Day -> rules that it is known to break."""
+    open: Collection[datetime.date] = ()
+    """Days whose labels may still change."""
+    features: Sequence[str] = ()
+    """Names and patterns of the columns that features read. The drift of others is measured, not judged; none: all."""
+    has_table: bool = False
+    """Whether the table has days already, with or without statistics."""
+
+
 Columns = dict[str, dict[str, Any]]
 """Column -> its statistics on one day."""
 
@@ -98,28 +116,24 @@ def check(
     earlier: pa.Table,
     config: ChecksConfig,
     label: str | None,
-    duplicates: Mapping[datetime.date, int],
-    losses: Mapping[datetime.date, Sequence[CheckFinding]] = MappingProxyType({}),
-    read: Sequence[str] = ("*",),
+    known: KnownDays,
 ) -> tuple[pa.Table, CheckResult]:
-    """Checks each new day against the days before it, and for losses.
+    """Checks each new day by itself and against the days before it.
 
     If a day is held back, later days are compared with the table's version of it, if there is one.
 
     Args:
         measured: Statistics of the new days.
         earlier: Stored statistics of other days, and of the new days as the table has them so far.
-        duplicates: New day -> rows that repeat the key of another row. A missing day has none.
-        losses: New day -> findings of what it would lose, compared with the table's version of it.
-        read: Names or patterns of the columns that features read. The drift of others is measured, not judged.
     Returns:
         The statistics of the new days with their drift, and the result of the checks.
     """
-    fresh = sorted(set(measured[DAY].to_pylist()))
+    fresh = sorted({*measured[DAY].to_pylist(), *known.counts})
     stored = {day: rows_of_day(earlier, day) for day in sorted(set(earlier[DAY].to_pylist()))}
     tables = {day: stored[day] for day in stored if day not in fresh}
     days = {day: columns_of_day(table) for day, table in tables.items()}
     checked = [_day(day, "stored", days[day], label) for day in days if fresh and day < fresh[-1]]
+    absolute = _find_absolute(measured, stored, config, label, known)
     findings: list[CheckFinding] = []
     drifted: list[pa.Table] = []
     for day in fresh:
@@ -128,12 +142,11 @@ def check(
         table = add_drift(rows_of_day(measured, day), before, config.trailing_days)
         new, history = columns_of_day(table), [days[other] for other in past]
         bands = bounds(new, history, config, label) if len(history) >= config.minimum_days else {}
-        found = [
-            *losses.get(day, ()),
-            *_findings(day, new, history, bands, config, label, duplicates.get(day, 0), read),
-        ]
+        repeated = known.duplicates.get(day, 0)
+        found = [*known.found.get(day, ()), *absolute[day]]
+        found += _findings(day, new, history, bands, config, label, repeated, known.features or ("*",))
         worst = worst_outcome(found)
-        checked.append(_day(day, worst, new, label, bands))
+        checked.append(_day(day, worst, new, label, bands, known.counts.get(day, 0)))
         findings += found
         drifted.append(table)
         kept = stored.get(day) if worst == "quarantine" else table  # the table keeps its rows of a held-back day
@@ -141,6 +154,48 @@ def check(
             tables[day], days[day] = kept, columns_of_day(kept)
     whole = pa.concat_tables([measured.slice(0, 0), *drifted])
     return whole, CheckResult(days=tuple(sorted(checked, key=lambda one: one.day)), findings=tuple(findings))
+
+
+def _find_absolute(
+    measured: pa.Table,
+    stored: Mapping[datetime.date, pa.Table],
+    config: ChecksConfig,
+    label: str | None,
+    known: KnownDays,
+) -> dict[datetime.date, list[CheckFinding]]:
+    """Returns new day -> the rules it breaks that need no day before it.
+
+    Args:
+        stored: Day -> its statistics, of days that the table has.
+    """
+    fresh = sorted({*measured[DAY].to_pylist(), *known.counts})
+    new = {day: columns_of_day(rows_of_day(measured, day)) for day in fresh}
+    before = {day: columns_of_day(table) for day, table in stored.items()}
+    past = {day: columns for day, columns in before.items() if day not in new}
+    labels = {}
+    for day, columns in {**past, **new}.items():
+        if (rate := _rate(columns, label)) is not None:
+            labels[day] = (_rows(columns), round(rate * _rows(columns)))
+    seen = {name for columns in past.values() for name in columns}
+    found: dict[datetime.date, list[CheckFinding]] = {}
+    for day, columns in new.items():
+        broken = [*find_future(day, _rows(columns) or known.counts.get(day, 0))]
+        if not 0.0 < (_rate(before.get(day, {}), label) or 0.0) < 1.0:  # else `losses` compares the labels
+            broken += find_one_label(day, labels, known.open, known.has_table)
+        for name in sorted(columns.keys() - seen - {label}):
+            if _matches(name, known.features) and not _matches(name, config.skip):
+                broken += find_constant(name, [other[name] for other in new.values() if name in other])
+                seen.add(name)  # one finding for all days
+        found[day] = [
+            CheckFinding(day=day, rule=rule, outcome=outcome, column=column, expected=expected, got=got)
+            for rule, expected, got, column in broken
+            if (outcome := config.outcome(rule)) != "off"
+        ]
+    return found
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def columns_of_day(statistics: pa.Table) -> Columns:
@@ -221,7 +276,7 @@ def _findings(
         low, high = limits["label_rate"]
         yield from finding("label_rate", f"{low:.4f} to {high:.4f} as {span}", f"{rate:.4f}")
     for name in sorted({*new, *(name for before in past for name in before)} - {label}):
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip):
+        if not _matches(name, config.skip):
             known = [before[name] for before in past if name in before and before[name]["present"]]
             judged = any(fnmatch.fnmatchcase(name, pattern) for pattern in read)
             for rule, expected, got in _of_column(new.get(name), known, config, span):
@@ -280,11 +335,12 @@ def _day(
     columns: Columns,
     label: str | None,
     limits: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    rows: int = 0,
 ) -> DayCheck:
     return DayCheck(
         day=day,
         outcome=outcome,
-        rows=_rows(columns),
+        rows=_rows(columns) or rows,
         rows_band=limits.get("rows"),
         label_rate=_rate(columns, label),
         label_rate_band=limits.get("label_rate"),

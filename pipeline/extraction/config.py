@@ -20,6 +20,10 @@ Verdict = Literal["fail", "quarantine", "warn", "off"]
 """fail: the ingest stops. quarantine: the day is held back in its own table. warn: a line in the log."""
 Rule = Literal[
     "losses",
+    "future",
+    "one_label",
+    "unmatched",
+    "constant",
     "vanished",
     "appeared",
     "changed_type",
@@ -289,12 +293,22 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Rules that a day must keep before it is written. Each rule is set to fail, quarantine, warn or off.
 
-    `losses` compares a day with what the table has of it. The other rules compare it with the days before it.
+    `losses` compares a day with what the table has of it. `future`, `one_label`, `unmatched` and `constant` need no
+    other day. The other rules compare it with the days before it.
     """
 
     losses: Verdict = "quarantine"
     """A day that is written again would lose input files, rows, labels of 1, values of a column, or materialized
     columns. `force=true` writes it anyway."""
+    future: Verdict = "quarantine"
+    """A day that has not begun: after tomorrow, in UTC. Some clock is wrong."""
+    one_label: Verdict = "fail"
+    """All rows have the same label."""
+    unmatched: Verdict = "fail"
+    """Nearly all outcomes match no impression inside their window, or nearly all rows have a key that a side table, a
+    joined feature, a history or a window lacks; see `matched_share`. Or no outcome has the action of a label."""
+    constant: Verdict = "warn"
+    """A feature without a value, or with the same one, in all rows of its first days."""
     vanished: Verdict = "warn"
     """A column that had values has none, or is gone."""
     appeared: Verdict = "warn"
@@ -336,6 +350,8 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Share of a day's rows that may be duplicates."""
     loss_share: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of its rows and of its labels of 1 that a day may lose."""
+    matched_share: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Least share of the outcomes, and of the rows, that match. Of fewer than 5 outcomes or 20 rows, any may."""
     drift_limit: PositiveFloat = 0.25
     """Index that is always accepted. The index expected from chance alone is added to it. Below twice the largest index
     of the days before, a larger one is accepted, too. In a simulated year of ordinary days (weekends, seasons, restless
@@ -351,8 +367,9 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
     @property
     def strict(self) -> list[Rule]:
-        """Rules that keep a day out of the table by comparing it with the days before it."""
-        return [rule for rule in get_args(Rule) if rule != "losses" and self.outcome(rule) in ("fail", "quarantine")]
+        """Rules that keep a day out of the table and need its statistics."""
+        own = ("losses", "future", "one_label", "unmatched")
+        return [rule for rule in get_args(Rule) if rule not in own and self.outcome(rule) in ("fail", "quarantine")]
 
 
 class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -368,7 +385,7 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Lets rows into a table whose rows came from files of another pattern. Files of other days, and those that a
     pattern covers, are of the same source."""
     profile: bool = True
-    """Measure new days before they are written. The checks need it."""
+    """Measure the columns of new days before they are written. Without it, the checks know rows and labels alone."""
     memory_bytes: PositiveInt | None = None
     """Memory of DuckDB for joins, sorts and statistics. Beyond it, DuckDB spills to disk. None: a quarter of the
     machine's memory, or of what its control group allows."""
@@ -397,7 +414,8 @@ class EventTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     rename: Mapping[str, str] = {}
     """As `source.rename`."""
     keep_days: PositiveInt | None = None
-    """How many days with events to keep: the newest ones. An ingest takes others out of the table. None: all."""
+    """How many days with events to keep: the newest that have begun. An ingest takes others out of the table. None:
+    all."""
 
     @property
     def source(self) -> SourceConfig:

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pyarrow.compute as pc
+
 from pipeline.data.day_notes import DayNote, InputFiles, day_notes, materialized_columns
 from pipeline.data.profile import profile_name, profiles
 from pipeline.extraction.checks import Columns
@@ -31,6 +33,8 @@ class StoredDay:
     """Stored statistics of these rows. Empty if there are none."""
     materialized: frozenset[str]
     """Columns that a materialization has written."""
+    positives: int | None = None
+    """Rows with label 1. None: not counted."""
 
 
 def read_stored_days(
@@ -55,17 +59,38 @@ def read_stored_days(
 
 
 def add_statistics(
-    warehouse: Warehouse, table: str, stored: Mapping[datetime.date, StoredDay], due: Collection[datetime.date]
+    warehouse: Warehouse,
+    table: str,
+    stored: Mapping[datetime.date, StoredDay],
+    due: Collection[datetime.date],
+    label: str | None,
 ) -> dict[datetime.date, StoredDay]:
-    """Returns the stored days, with the statistics of those that are due."""
-    found = _statistics(warehouse, table, [day for day in due if day in stored])
-    return {day: replace(one, columns=found.get(day, {})) for day, one in stored.items()}
+    """Returns the stored days, with the statistics and the labels of 1 of those that are due."""
+    wanted = [day for day in due if day in stored]
+    found = _statistics(warehouse, table, wanted)
+    positives = {day: _positives(columns, label) for day, columns in found.items()}
+    unknown = [day for day in wanted if positives.get(day) is None]
+    positives |= _count_positives(warehouse, table, unknown, label)
+    return {day: replace(one, columns=found.get(day, {}), positives=positives.get(day)) for day, one in stored.items()}
+
+
+def _count_positives(
+    warehouse: Warehouse, table: str, days: Sequence[datetime.date], label: str | None
+) -> dict[datetime.date, int | None]:
+    """Counts the rows with label 1 of stored days."""
+    if not days or label is None or label not in warehouse.schema(warehouse.current(table)).names:
+        return {}
+    reader = warehouse.reader(warehouse.current(table), [label])
+    return {
+        day: sum(pc.sum(pc.equal(reader.read(one)[label], 1)).as_py() or 0 for one in reader.fragments([day]))
+        for day in days
+    }
 
 
 def find_losses(
     day: SourceDay,
     stored: StoredDay,
-    new: Columns | None,
+    new: Columns,
     fillable: Collection[str],
     config: ChecksConfig,
     label: str | None,
@@ -78,7 +103,7 @@ def find_losses(
     config has changed what rows and labels are, the two versions are not compared. Files that are gone still count.
 
     Args:
-        new: Statistics of the rows to write. None: they were not measured.
+        new: Statistics of the rows to write: of the label alone, if the other columns were not measured.
         fillable: Columns that can be materialized again.
         generated: Whether the logs are generated. They lose nothing, because the config decides their content.
         there: Names of all files of the source, and of its outcome log. Under another config a day may need fewer.
@@ -97,9 +122,7 @@ def find_losses(
     kept = 1.0 - config.loss_share
     if day.kept + day.refused < kept * stored.rows:
         yield f"at least {kept * stored.rows:,.0f} rows, as in the table", f"{day.kept:,}", None
-    if new is None or not stored.columns:
-        return
-    old, now = _positives(stored.columns, label), _positives(new, label)
+    old, now = stored.positives, _positives(new, label)
     if old is not None and (now or 0) + day.refused < kept * old:
         rate = f"label rate {old / stored.rows:.4f}"
         yield (
@@ -107,7 +130,7 @@ def find_losses(
             f"{now or 0:,} (label rate {(now or 0) / max(day.kept, 1):.4f})",
             None,
         )
-    for name, before in sorted(stored.columns.items()):
+    for name, before in sorted(stored.columns.items()) if new.keys() - {label} else ():
         if name == label or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.skip):
             continue
         share, got = _coverage(before), _coverage(new.get(name))

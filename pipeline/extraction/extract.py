@@ -12,8 +12,10 @@ from pipeline.data.day_notes import DayNote, day_notes
 from pipeline.data.formats.checksums import verify_pages
 from pipeline.data.formats.files import address_of
 from pipeline.data.joined.states import note_states
+from pipeline.data.present import newest_day
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, DayCheck, worst_outcome
+from pipeline.extraction.absolute import KEYS_MATCHED, Broken, count_matched, find_few, open_sources
+from pipeline.extraction.checks import CheckFinding, CheckResult, Columns
 from pipeline.extraction.config import IngestConfig, Rule, Verdict
 from pipeline.extraction.data_loss import StoredDay, add_statistics, find_losses, read_stored_days
 from pipeline.extraction.days import (
@@ -33,6 +35,7 @@ from pipeline.extraction.opening import OpenSource, Report, SourceContext, finge
 from pipeline.extraction.own_source import refuse_strangers, remember
 from pipeline.extraction.profiling import (
     CheckedProfile,
+    NewDays,
     Warn,
     held_back_name,
     profile_days,
@@ -43,7 +46,7 @@ from pipeline.extraction.profiling import (
 from pipeline.extraction.samples import count_rows, maps_of, number_columns
 from pipeline.extraction.writing import order_clause, write_days
 from pipeline.transforms.schema import FeatureSchema
-from storage.query import column_types
+from storage.query import column_types, quote
 from storage.reader import SnapshotRef
 from storage.snapshot.writing import replace_days
 
@@ -232,7 +235,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     return _Plan(
         wanted=wanted,
         due=due,
-        stored=add_statistics(context.warehouse, context.table, table, [day.day for day in due]),
+        stored=add_statistics(context.warehouse, context.table, table, [day.day for day in due], context.label),
         materialization=materialization,
         unchanged={day.day: day.identity for day in wanted if day.identity == written.get(day.day)},
         changed=changed,
@@ -262,7 +265,8 @@ def _refuse_other_declaration(context: SourceContext, definition: str) -> None:
     if not warehouse.has_table(context.table):
         return
     noted = day_notes(warehouse, warehouse.current(context.table))
-    if noted and noted[max(noted)].definition != definition:
+    newest = newest_day(noted) or max(noted, default=None)
+    if newest is not None and noted[newest].definition != definition:
         raise ConfigError(
             f"events.{context.table}", "the key, time and columns that its table was written with",
             "others, or a table of samples",
@@ -291,45 +295,84 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, Ch
     """Measures the due days and checks them against earlier days and against their versions in the table.
 
     Returns:
-        The statistics, or None if the days were not measured, and the result of the checks.
+        The statistics, or None if no day is due, and the result of the checks.
     """
     rows, context, checks = ingest.rows, ingest.context, ingest.config.checks
     rewritten = any(day.day in plan.stored for day in plan.due)
-    losses = partial(_find_losses, ingest, plan, {day.day: day for day in plan.due})
-    profiled = None
+    maps = maps_of(column_types(rows.connection, rows.view))
+    labelled = context.label is not None
+    numbers = number_columns(context.schema, rows.columns, context.outcome_columns, maps) if labelled else set()
     if ingest.config.profile:
-        maps = maps_of(column_types(rows.connection, rows.view))
-        labelled = context.label is not None
-        numbers = number_columns(context.schema, rows.columns, context.outcome_columns, maps) if labelled else set()
         repair_profile(rows.connection, context.warehouse, context.table, plan.unchanged, numbers, ingest.warn)
-        holds: list[Rule] = ["losses"] if rewritten and ingest.loss_outcome in ("fail", "quarantine") else []
-        if plan.due:
-            profiled = profile_days(
-                rows.connection,
-                rows.create_good_view(days_condition(plan.due)),
-                {day.day: day.kept for day in plan.due},
-                context.warehouse,
-                context.table,
-                checks,
-                context.label,
-                numbers,
-                ingest.warn,
-                [*checks.strict, *holds],
-                losses,
-                context.schema.named_columns() if isinstance(context.schema, FeatureSchema) else ("*",),
-            )
-    if profiled is not None:
-        return profiled, profiled.checked
-    days, findings = [], []
-    for day in plan.due:
-        lost = losses(day.day, None)
-        days += [DayCheck(day=day.day, outcome=worst_outcome(lost), rows=day.kept)] if lost else []
-        findings += lost
-    return None, CheckResult(days=tuple(days), findings=tuple(findings))
+    if not plan.due:
+        return None, CheckResult()
+    due = {day.day: day for day in plan.due}
+    rows_view = rows.create_good_view(days_condition(plan.due))
+    unmatched = _find_unmatched(ingest, plan, rows_view)
+
+    def find(day: datetime.date, statistics: Columns) -> list[CheckFinding]:
+        of_day = [one.model_copy(update={"day": day}) for one in unmatched]
+        return [*_find_losses(ingest, plan, due, day, statistics), *of_day]
+
+    holds: list[Rule] = ["losses"] if rewritten and ingest.loss_outcome in ("fail", "quarantine") else []
+    new = NewDays(
+        rows=rows_view,
+        counts={day.day: day.kept for day in plan.due},
+        open={day.day for day in plan.due if day.note.open},
+        label=context.label,
+        numbers=numbers,
+        features=context.schema.named_columns() if isinstance(context.schema, FeatureSchema) else (),
+        all_columns=ingest.config.profile,
+    )
+    profiled = profile_days(
+        rows.connection, new, context.warehouse, context.table, checks, ingest.warn, [*checks.strict, *holds], find
+    )
+    return profiled, profiled.checked
+
+
+def _find_unmatched(ingest: _Ingest, plan: _Plan, view: str) -> list[CheckFinding]:
+    """Returns what the rows of all due days together match nearly nothing of, as broken rules of the first day.
+
+    Args:
+        view: The rows to write.
+    """
+    rows, context, checks = ingest.rows, ingest.context, ingest.config.checks
+    outcome, least = checks.unmatched, checks.matched_share
+    if outcome == "off":
+        return []
+    found: list[Broken] = []
+    if rows.join is not None:
+        days = days_condition(plan.due)
+        found += [
+            ("unmatched", expected, got, label)
+            for label, expected, got in rows.join.find_unmatched(rows.view, days, least)
+        ]
+    total = sum(day.kept for day in plan.due)
+    for path, column in rows.unmatched:
+        matched = count_rows(rows.connection, view, f"{column} IS NOT NULL")
+        found += find_few(f"side table '{path}'", matched, total, least)
+    sources = context.schema.sources if isinstance(context.schema, FeatureSchema) else ()
+    for source in open_sources(sources, context.root, context.warehouse):
+        on = list(source.source.on)
+        if not {*on} <= {*rows.columns}:
+            continue  # whoever joins it says so
+        there = " AND ".join(f"{quote(name)} IS NOT NULL" for name in on)
+        query = f"SELECT {', '.join(map(quote, on))} FROM {view} WHERE {there} LIMIT {KEYS_MATCHED}"
+        keys = rows.connection.sql(query).to_arrow_table()
+        found += find_few(source.source.place, count_matched(source, keys, least), len(keys), least)
+    first = plan.due[0].day
+    return [
+        CheckFinding(day=first, rule=rule, outcome=outcome, column=column, expected=expected, got=got)
+        for rule, expected, got, column in found
+    ]
 
 
 def _find_losses(
-    ingest: _Ingest, plan: _Plan, due: Mapping[datetime.date, SourceDay], day: datetime.date, new: Columns | None
+    ingest: _Ingest,
+    plan: _Plan,
+    due: Mapping[datetime.date, SourceDay],
+    day: datetime.date,
+    new: Columns,
 ) -> list[CheckFinding]:
     """Returns what a day would lose, as broken rules. With `force` they are warnings."""
     outcome, context = ingest.loss_outcome, ingest.context

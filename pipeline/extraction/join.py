@@ -1,7 +1,7 @@
 """Joins the feature log with outcomes inside a window. An impression becomes one sample, or is counted as refused."""
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import duckdb
 from pydantic import BaseModel
@@ -17,6 +17,13 @@ from storage.reader import DAY
 KEY, SHOWN, REASON, LEFT_OUT = "__key", "__shown", "__unjoinable", "__left_out"
 """Columns of the joined view: impression, its time, why it is refused, and whether downsampling leaves it out."""
 REPEATED = "impression is repeated"
+DAY_SECONDS = 86_400
+FEW_TIMES = 3
+"""Fewer times may be midnight by chance."""
+FEW_OUTCOMES = 5
+"""Fewer outcomes may match nothing by chance."""
+NAMED_ACTIONS = 5
+"""Most actions that an error names."""
 
 
 class LabelJoin(BaseModel, frozen=True):
@@ -168,6 +175,40 @@ class Join:
             )
         return result
 
+    def find_unmatched(self, samples: str, days: str, least: float) -> Iterator[tuple[str, str, str]]:
+        """Yields label, what was expected of its outcomes, and what was found, if they match nearly nothing.
+
+        Only outcomes that should match count: those of an impression of the days, those without a time, and those
+        without an impression whose time is that of the days.
+
+        Args:
+            samples, days: As for `attribute`.
+            least: Share of these outcomes that is to be inside the window.
+        """
+        first, last = self.connection.sql(
+            f"SELECT min({SHOWN}), max({SHOWN}) FROM {samples} WHERE {REASON} IS NULL AND {days}"
+        ).fetchall()[0]
+        shown = f"happened >= {_moment(first)} AND happened < {_moment(last)} + to_seconds({{}})"
+        for name, made in self.made.items():
+            near = f"key IS NOT NULL OR happened IS NULL OR ({shown.format(self.config.window_of(made))})"
+            total, inside = self.connection.sql(
+                f"SELECT count(*), count(*) FILTER ({self._inside(made)}) FROM attributed"
+                f" WHERE {_of(made)} AND ({near})"
+            ).fetchall()[0]
+            if total >= FEW_OUTCOMES and inside < least * total:
+                yield (
+                    name, f"at least {least:.1%} of the outcomes of these impressions or this time inside the window",
+                    f"{inside:,} of {total:,}",
+                )  # fmt: skip
+            if made.action is not None:
+                action = f"CAST({quote(self.config.action_column)} AS VARCHAR)"
+                kinds = self.connection.sql(
+                    f"SELECT {action}, count(*) FROM outcomes GROUP BY 1 ORDER BY 2 DESC, 1"
+                ).fetchall()
+                if sum(count for _, count in kinds) >= FEW_OUTCOMES and made.action not in {kind for kind, _ in kinds}:
+                    known = ", ".join(f"{kind}" for kind, _ in kinds[:NAMED_ACTIONS])
+                    yield name, f"outcomes with action '{made.action}'", f"none, but {known}"
+
     def _actions(self) -> bool:
         return any(made.action is not None for made in self.made.values())
 
@@ -188,6 +229,7 @@ class Join:
             ],
         }
         kinds: dict[str, str] = {}
+        dates: dict[str, bool | None] = {}
         for view, names in needed.items():
             known = column_types(self.connection, view)
             where = f"source.outcomes, {'feature log' if view == source else 'outcome log'}"
@@ -200,8 +242,11 @@ class Join:
                     where, f"timestamps in column '{names[1]}'", self._kind(view, names[1], known[names[1]]),
                     "Convert the column, name another, or set source.date_format if it is text.",
                 )  # fmt: skip
-            kinds["feature log" if view == source else "outcome log"] = known[config.on]
+            log = f"the {'feature' if view == source else 'outcome'} log"
+            kinds[log.removeprefix("the ")] = known[config.on]
+            dates[f"column '{names[1]}' of {log}"] = self._has_dates(view, names[1], known[names[1]])
         check_keys("source.outcomes", config.on, kinds)
+        self._refuse_dates(dates)
         taken = [name for name in config.columns(label) if name in self.connection.view(source).columns]
         if taken:
             raise ConfigError(
@@ -210,6 +255,34 @@ class Join:
                 "one that already has this column",
                 "Rename the column or the label. Without source.outcomes, rows keep their own label.",
             )
+
+    def _refuse_dates(self, dates: Mapping[str, bool | None]) -> None:
+        """Refuses dates against times, and dates with windows of parts of a day."""
+        of_dates = [column for column, given in dates.items() if given]
+        of_times = [column for column, given in dates.items() if given is False]
+        if of_dates and of_times:
+            raise ConfigError(
+                "source.outcomes", "times of day in both logs, or dates in both",
+                f"dates in {of_dates[0]}, times in {of_times[0]}",
+                "Write both with the time of day: a date does not tell whether an outcome came after its impression.",
+            )  # fmt: skip
+        parts = [made for made in self.made.values() if self.config.window_of(made) % DAY_SECONDS]
+        if of_dates and parts:
+            raise ConfigError(
+                "source.outcomes.window_seconds with dates", f"whole days, multiples of {DAY_SECONDS}",
+                f"{self.config.window_of(parts[0])}", "Correct it, or write both logs with the time of day.",
+            )  # fmt: skip
+
+    def _has_dates(self, view: str, column: str, kind: str) -> bool | None:
+        """Whether a column has dates: by its type, or because all its times are midnight. None: too few to tell."""
+        if kind == "DATE":
+            return True
+        time = quote(column)
+        within = f"SELECT 1 FROM {view} WHERE {time} <> date_trunc('day', {time}) LIMIT 1"
+        if self.connection.sql(within).fetchall():
+            return False
+        rows = self.connection.sql(f"SELECT 1 FROM {view} WHERE {time} IS NOT NULL LIMIT {FEW_TIMES}").fetchall()
+        return True if len(rows) == FEW_TIMES else None
 
     def _kind(self, view: str, column: str, kind: str) -> str:
         """Describes the type of a column. For text, shows a value, if possible one that is not an ISO time."""
@@ -230,6 +303,11 @@ def _value(made: OutcomeLabel, number: int) -> str:
     if made.take == "any":
         return f"CAST(coalesce(f.n{number}, 0) > 0 AS INTEGER)"
     return f"coalesce(f.n{number}, 0)" if made.take == "count" else f"coalesce(f.v{number}, 0.0)"
+
+
+def _moment(time: datetime.datetime | datetime.date | None) -> str:
+    """A time as an SQL literal."""
+    return "NULL" if time is None else f"TIMESTAMP{'TZ' if getattr(time, 'tzinfo', None) else ''} '{time}'"
 
 
 def _text(value: str) -> str:

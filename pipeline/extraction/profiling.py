@@ -12,16 +12,17 @@ from pipeline.data.profile import (
     SCHEMA,
     add_drift,
     measure,
+    measure_columns,
     measure_days,
     profile_name,
     profiles,
     store,
 )
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, check, columns_of_day, rows_of_day
+from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, KnownDays, check, columns_of_day, rows_of_day
 from pipeline.extraction.config import ChecksConfig, Rule
 from storage.names import TRAILING_DAYS
-from storage.query import quote
+from storage.query import column_types, quote
 from storage.reader import DAY
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
@@ -33,16 +34,36 @@ DAYS_AT_ONCE = 30
 
 Warn = Callable[[str], None]
 """Called with a sentence for the log."""
-Losses = Callable[[datetime.date, Columns | None], list[CheckFinding]]
-"""Returns what a day would lose, given the statistics of its new rows, or None if they were not measured."""
+Found = Callable[[datetime.date, Columns], list[CheckFinding]]
+"""Returns the rules that a day breaks beside those of `check`, given the statistics of its new rows."""
 
 
 @dataclass(frozen=True)
 class CheckedProfile:
     """Statistics of new days and the result of their checks, before any is written."""
 
-    profile: pa.Table
+    profile: pa.Table | None
+    """None: only the label was measured."""
     checked: CheckResult
+
+
+@dataclass(frozen=True)
+class NewDays:
+    """The days of an ingest, for their checks."""
+
+    rows: str
+    """View of the rows to write."""
+    counts: Mapping[datetime.date, int]
+    """Day -> its rows."""
+    open: Collection[datetime.date]
+    """Those whose labels may still change."""
+    label: str | None
+    numbers: Collection[str]
+    """Integer columns that are counts or labels, not ids."""
+    features: Sequence[str]
+    """Names and patterns of the columns that features read."""
+    all_columns: bool
+    """Whether to measure all columns, or the label alone."""
 
 
 def held_back_name(table: str) -> str:
@@ -52,36 +73,27 @@ def held_back_name(table: str) -> str:
 
 def profile_days(
     connection: duckdb.DuckDBPyConnection,
-    rows: str,
-    counts: Mapping[datetime.date, int],
+    new: NewDays,
     warehouse: Warehouse,
     table: str,
     config: ChecksConfig,
-    label: str | None,
-    numbers: Collection[str],
     warn: Warn,
     strict: Sequence[Rule],
-    losses: Losses,
-    read: Sequence[str] = ("*",),
-) -> CheckedProfile | None:
+    find: Found,
+) -> CheckedProfile:
     """Measures new days and checks them against the rules. Nothing is written.
 
     Args:
-        rows: View of the rows to write.
-        counts: New day -> its rows.
-        numbers: Integer columns that are counts or labels, not ids.
         warn: Called if the measurement fails.
         strict: Rules that keep a day out of the table.
-        losses: Finds what a day would lose.
-        read: Names or patterns of the columns that features read.
-    Returns:
-        None if the days could not be measured.
+        find: Finds further rules that a day breaks.
     Raises:
         ConfigError: If there is no column `config.key`.
         DataError: If the days could not be measured, and a rule is set to fail or quarantine.
     """
+    rows, counts, complete = new.rows, new.counts, new.all_columns
     try:
-        measured = measure(connection, rows, numbers, counts)
+        measured = measure(connection, rows, new.numbers, counts) if complete else _measure_label(connection, new)
     except duckdb.Error as error:
         reason = first_line(error)
         if strict and not isinstance(error, duckdb.OutOfMemoryException):
@@ -92,14 +104,25 @@ def profile_days(
                 f"a measurement, because ingest.checks sets {', '.join(strict)} to keep days out", reason,
                 "Ingest fewer days at once, or set these rules to warn.",
             ) from error  # fmt: skip
-        warn(f"days are written unchecked and without statistics: {reason}")
-        return None
+        warn(f"days are written without statistics, and only rows and labels are checked: {reason}")
+        measured, complete = _measure_label(connection, new), False
     earlier = profiles(warehouse, table, days_before(warehouse, table, counts, config.trailing_days) | counts.keys())
     by_key = config.key is not None and config.duplicates != "off"
     duplicates = count_duplicates(connection, rows, config.key or "") if by_key else {}
-    lost = {day: losses(day, columns_of_day(rows_of_day(measured, day))) for day in counts}
-    profile, checked = check(measured, earlier, config, label, duplicates, lost, read)
-    return CheckedProfile(profile, checked)
+    if not complete:
+        earlier = earlier.filter(pa.compute.equal(earlier["column"], pa.scalar(new.label, pa.string())))
+    found = {day: find(day, columns_of_day(rows_of_day(measured, day))) for day in counts}
+    known = KnownDays(counts, duplicates, found, new.open, new.features, warehouse.has_table(table))
+    profile, checked = check(measured, earlier, config, new.label, known)
+    return CheckedProfile(profile if complete else None, checked)
+
+
+def _measure_label(connection: duckdb.DuckDBPyConnection, new: NewDays) -> pa.Table:
+    """Measures the label alone. An event table has none."""
+    if new.label is None:
+        return SCHEMA.empty_table()
+    types = {new.label: column_types(connection, new.rows)[new.label]}
+    return measure_columns(connection, lambda needed: quote(new.rows), types, new.counts, new.numbers)
 
 
 def store_profile(
@@ -110,7 +133,7 @@ def store_profile(
     Args:
         days: Day -> identity of what was written.
     """
-    if profiled is not None:
+    if profiled is not None and profiled.profile is not None:
         wanted = pa.array(list(days), pa.date32())
         rows = profiled.profile.filter(pa.compute.is_in(profiled.profile[DAY], wanted))
         store(warehouse, table, rows, days)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pipeline.data.profile import SCHEMA, measure, profiles
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction import extract, profiling
-from pipeline.extraction.checks import CheckResult, band, check
+from pipeline.extraction.checks import CheckResult, KnownDays, band, check
 from pipeline.extraction.config import ChecksConfig, Rule
 from pipeline.extraction.plots import day_figure
 from storage.query import connect
@@ -93,7 +93,8 @@ def describe(checked: CheckResult) -> list[str]:
 
 
 def test_every_rule_has_a_day_that_breaks_it() -> None:
-    assert set(get_args(Rule)) - {"losses"} == BREAKS.keys(), "losses: see test_data_loss.py"
+    elsewhere = {"losses", "future", "one_label", "unmatched", "constant"}
+    assert set(get_args(Rule)) - elsewhere == BREAKS.keys(), "see test_data_loss.py and test_absolute.py"
 
 
 @pytest.mark.parametrize("rule", BREAKS)
@@ -101,18 +102,18 @@ def test_a_day_that_breaks_one_rule(rule: Rule, before: pa.Table, tmp_path: Path
     change, expected = BREAKS[rule]
     new = measured(tmp_path, [change(rows(LAST))])
     repeated = {LAST: 2} if rule == "duplicates" else {}
-    profile, checked = check(new, before, ChecksConfig(), "label", repeated)
+    profile, checked = check(new, before, ChecksConfig(), "label", KnownDays(duplicates=repeated))
     assert [finding.rule for finding in checked.findings] == [rule]
     assert describe(checked)[0].startswith(expected)
     outcome = ChecksConfig().outcome(rule)
     assert checked.counts() == {outcome: 1}
     assert (profile.schema, profile.num_rows) == (SCHEMA, new.num_rows)
     off = ChecksConfig.model_validate({rule: "off"})
-    assert check(new, before, off, "label", repeated)[1].counts() == {"ok": 1}
+    assert check(new, before, off, "label", KnownDays(duplicates=repeated))[1].counts() == {"ok": 1}
 
 
 def test_a_normal_day_breaks_no_rule(before: pa.Table, tmp_path: Path) -> None:
-    checked = check(measured(tmp_path, [rows(LAST)]), before, ChecksConfig(), "label", {})[1]
+    checked = check(measured(tmp_path, [rows(LAST)]), before, ChecksConfig(), "label", KnownDays())[1]
     assert (checked.findings, checked.counts(), checked.held_back) == ((), {"ok": 1}, set())
     assert [day.outcome for day in checked.days] == ["stored"] * 5 + ["ok"]
 
@@ -120,22 +121,22 @@ def test_a_normal_day_breaks_no_rule(before: pa.Table, tmp_path: Path) -> None:
 def test_with_few_days_before_it_a_day_is_not_compared(before: pa.Table, tmp_path: Path) -> None:
     new = measured(tmp_path, [BREAKS["rows"][0](rows(LAST))])
     two = before.filter(pa.compute.greater_equal(before[DAY], pa.scalar(DAYS[3])))
-    assert check(new, two, ChecksConfig(), "label", {})[1].findings == ()
-    assert len(check(new, two, ChecksConfig(minimum_days=2), "label", {})[1].findings) == 1
+    assert check(new, two, ChecksConfig(), "label", KnownDays())[1].findings == ()
+    assert len(check(new, two, ChecksConfig(minimum_days=2), "label", KnownDays())[1].findings) == 1
 
 
 def test_columns_can_be_skipped(before: pa.Table, tmp_path: Path) -> None:
     new = measured(tmp_path, [BREAKS["coverage"][0](rows(LAST))])
-    assert check(new, before, ChecksConfig(skip=("pri*",)), "label", {})[1].findings == ()
+    assert check(new, before, ChecksConfig(skip=("pri*",)), "label", KnownDays())[1].findings == ()
 
 
 def test_later_days_are_not_compared_with_held_back_days(before: pa.Table, tmp_path: Path) -> None:
     """Four days with half the rows: each is held back, the last one too."""
     days = [LAST + datetime.timedelta(days=i) for i in range(4)]
     new = measured(tmp_path, [rows(day, count=450) for day in days])
-    held = check(new, before, ChecksConfig(rows="quarantine", trailing_days=3), "label", {})[1]
+    held = check(new, before, ChecksConfig(rows="quarantine", trailing_days=3), "label", KnownDays())[1]
     assert held.held_back == set(days)
-    warned = check(new, before, ChecksConfig(rows="warn", trailing_days=3), "label", {})[1]
+    warned = check(new, before, ChecksConfig(rows="warn", trailing_days=3), "label", KnownDays())[1]
     assert [finding.day for finding in warned.findings] == days[:2]
 
 
@@ -151,6 +152,7 @@ def test_identical_days_break_no_rule(
     ]
     strict = ChecksConfig(
         minimum_days=1,
+        one_label="off",
         spread=0.1,
         coverage_change=0,
         length_change=0,
@@ -158,7 +160,7 @@ def test_identical_days_break_no_rule(
         rows_change=0,
         drift_limit=1e-9,
     )
-    assert check(pa.concat_tables(same), SCHEMA.empty_table(), strict, "label", {})[1].findings == ()
+    assert check(pa.concat_tables(same), SCHEMA.empty_table(), strict, "label", KnownDays())[1].findings == ()
 
 
 def test_a_band_is_as_wide_as_the_widest_of_its_reasons() -> None:
@@ -271,7 +273,7 @@ def test_where_no_day_passes_there_is_no_table(ingest: Any, source: Any) -> None
 
 def test_the_figure_shows_days_and_findings(before: pa.Table, tmp_path: Path) -> None:
     new = measured(tmp_path, [BREAKS["coverage"][0](rows(LAST, count=1_600))])
-    checked = check(new, before, ChecksConfig(), "label", {})[1]
+    checked = check(new, before, ChecksConfig(), "label", KnownDays())[1]
     assert {finding.rule for finding in checked.findings} >= {"rows", "coverage"}
     figure = day_figure("New days", checked)
     assert [axes.get_ylabel() for axes in figure.axes] == ["rows", "label rate", "coverage, % of rows"]

@@ -113,6 +113,22 @@ def test_a_day_that_loses_files_and_rows_is_held(
     assert rows_of(warehouse) == {DAYS[0]: 50, DAYS[1]: 300}
 
 
+@pytest.mark.parametrize("profiles", [(False, False), (True, False), (False, True)])
+def test_a_day_that_loses_labels_is_held_whether_or_not_columns_are_measured(
+    ingest: Any, put: Any, warehouse: Warehouse, profiles: tuple[bool, bool]
+) -> None:
+    before, now = profiles
+    put_logs(put, DAYS[:3])
+    ingest(LOGS, profile=before)
+    frame = pd.read_parquet(warehouse.home.parent / f"outcomes/{DAYS[0]}.parquet")
+    put(f"outcomes/{DAYS[0]}.parquet", **{name: frame[name][:12] for name in frame})
+    result = ingest(LOGS, profile=now)
+    assert (result.days_held, losses(result)) == (
+        (DAYS[0],),
+        ["quarantine 2024-01-01 : at least 25 rows with label 1 (label rate 0.2500), as in the table, got 12 (label rate 0.1200)"],
+    )  # fmt: skip
+
+
 def test_a_day_that_loses_values_is_held_with_the_columns(ingest: Any, put: Any, warehouse: Warehouse) -> None:
     full = {"price": [1.5] * 50, "size": list(range(50)), "kind": ["a"] * 50}
     put_hours(put, DAYS[0], range(2), **full)
@@ -148,15 +164,16 @@ def test_a_config_with_other_labels_loses_nothing_but_files(ingest: Any, stored:
     assert ingest(LOGS).days_outdated == ()
     (tmp_path / "outcomes" / f"{DAYS[0]}.parquet").unlink()
     shorter = LOGS | {"outcomes": LOGS["outcomes"] | {"window_seconds": 60}}  # type: ignore[operator]
-    result = ingest(shorter)
+    late = {"unmatched": "off"}
+    result = ingest(shorter, checks=late)
     assert (result.days_written, result.days_held) == ((DAYS[1], DAYS[2]), (DAYS[0],))
     assert losses(result) == [
         "quarantine 2024-01-01 : the outcome files that the table got the day from, got a source without "
         "2024-01-01.parquet"
     ]
     assert (rate_of(stored, DAYS[0]), rate_of(stored, DAYS[1])) == (0.25, 0.0)
-    assert (result.days_outdated, ingest(shorter).days_outdated) == ((DAYS[0],), (DAYS[0],))
-    assert ingest(shorter, only=[DAYS[0]], force=True).days_outdated == ()
+    assert (result.days_outdated, ingest(shorter, checks=late).days_outdated) == ((DAYS[0],), (DAYS[0],))
+    assert ingest(shorter, checks=late, only=[DAYS[0]], force=True).days_outdated == ()
 
 
 def test_the_same_files_elsewhere_may_lose_nothing(ingest: Any, put: Any, tmp_path: Path) -> None:
@@ -320,7 +337,7 @@ def test_a_day_without_its_outcome_log_is_open(ingest: Any, put: Any, warehouse:
 
 def test_the_longest_window_of_all_labels_decides(ingest: Any, put: Any) -> None:
     put_logs(put, DAYS[:3])
-    labels = {"label": {"window_seconds": 60}, "late": {"window_seconds": 86_400}}
+    labels = {"label": {"window_seconds": 600}, "late": {"window_seconds": 86_400}}
     source = LOGS | {"outcomes": LOGS["outcomes"] | {"labels": labels}}  # type: ignore[operator]
     assert ingest(source).days_open == (DAYS[1], DAYS[2])
 

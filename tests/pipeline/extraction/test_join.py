@@ -5,10 +5,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError
 
 WINDOW_SECONDS = 600
 START = pd.Timestamp("2024-01-01 12:00:00")
@@ -171,3 +173,102 @@ def test_times_in_another_format_need_to_be_told(ingest: Any, stored: Any, tmp_p
     )
     assert ingest({**logs, "date_format": "%m/%d/%Y %H:%M:%S"}).days_written == (datetime.date(2024, 2, 3),)
     assert stored()["label"].tolist() == [0, 1]
+
+
+# Dates in place of times, and logs that match nothing
+
+
+def put_logs(put: Any, shown: Any = None, happened: Any = None, keys: Any = None, **more: Any) -> None:
+    """60 impressions of one day, each fourth with an outcome after 5 minutes."""
+    at = pd.Timestamp("2024-01-01 03:00") + pd.to_timedelta(np.arange(60) * 600, unit="s")
+    clicked = at[::4] + pd.Timedelta(minutes=5)
+    put("features.parquet", impression_id=np.arange(60), event_time=at if shown is None else shown(at), user=[1] * 60)
+    put(
+        "outcomes.parquet", impression_id=np.arange(60)[::4] if keys is None else keys(np.arange(60)[::4]),
+        outcome_time=clicked if happened is None else happened(clicked), **more,
+    )  # fmt: skip
+
+
+AS_DATE = {
+    "a date": lambda times: pa.array(times.date, pa.date32()),
+    "midnight": lambda times: times.normalize(),
+    "midnight of a zone": lambda times: times.normalize().tz_localize("UTC"),
+}
+
+
+@pytest.mark.parametrize("kind", AS_DATE)
+@pytest.mark.parametrize("log", ["shown", "happened"])
+def test_dates_against_times_are_refused(ingest: Any, put: Any, kind: str, log: str) -> None:
+    zoned = {one: lambda times: times.tz_localize("UTC") for one in ("shown", "happened") if "zone" in kind}
+    put_logs(put, **zoned | {log: AS_DATE[kind]})
+    columns = ["column 'event_time' of the feature log", "column 'outcome_time' of the outcome log"]
+    if log == "happened":
+        columns.reverse()
+    with pytest.raises(ConfigError) as error:
+        ingest(source())
+    assert str(error.value) == (
+        f"source.outcomes: expected times of day in both logs, or dates in both, got dates in {columns[0]}, times in "
+        f"{columns[1]}. Write both with the time of day: a date does not tell whether an outcome came after its "
+        "impression."
+    )
+
+
+@pytest.mark.parametrize("kind", ["a date", "midnight"])
+def test_dates_in_both_logs_have_windows_of_whole_days(ingest: Any, stored: Any, put: Any, kind: str) -> None:
+    put_logs(put, shown=AS_DATE[kind], happened=AS_DATE["a date"])
+    with pytest.raises(
+        ConfigError, match="window_seconds with dates: expected whole days, multiples of 86400, got 600"
+    ):
+        ingest(source())
+    ingest(source(window_seconds=86_400))
+    assert stored()["label"].sum() == 15
+
+
+UNMATCHED = {
+    "keys in another spelling": {"keys": lambda keys: keys + 1_000},
+    "times of another zone": {"happened": lambda times: times - pd.Timedelta(hours=5)},
+    "times of a zone ahead": {"happened": lambda times: times + pd.Timedelta(hours=9)},
+    "no times": {"happened": lambda times: pa.nulls(len(times), pa.timestamp("us"))},
+}
+
+
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_an_outcome_log_that_matches_nothing_is_refused(ingest: Any, stored: Any, put: Any, case: str) -> None:
+    put_logs(put, **UNMATCHED[case])
+    with pytest.raises(DataError) as error:
+        ingest(source(), profile=case == "no times", checks={"one_label": "off"})
+    assert str(error.value) == (
+        "day 2024-01-01, rule unmatched, column 'label': expected at least 1.0% of the outcomes of these impressions or "
+        "this time inside the window, got 0 of 15. Correct the source, or set ingest.checks.unmatched to quarantine, "
+        "warn or off."
+    )
+    put_logs(put)
+    ingest(source())
+    assert stored()["label"].sum() == 15
+
+
+def test_outcomes_of_earlier_days_need_no_match(ingest: Any, stored: Any, put: Any) -> None:
+    """The outcome log is kept for longer than the feature log."""
+    put_logs(put)
+    old = pd.Timestamp("2023-12-01") + pd.to_timedelta(np.arange(5_000), unit="m")
+    put("more/old.parquet", impression_id=np.arange(5_000) + 10_000, outcome_time=old)
+    ingest(source(path=["outcomes.parquet", "more/*.parquet"]))
+    assert stored()["label"].sum() == 15
+
+
+def test_an_action_that_never_occurs_is_refused(ingest: Any, put: Any) -> None:
+    put_logs(put, action=["click", "like", "like"] * 5)
+    with pytest.raises(DataError, match="'label': expected outcomes with action 'clik', got none, but like, click"):
+        ingest(source(labels={"label": {"action": "clik"}, "liked": {"action": "like"}}))
+    assert ingest(source(labels={"label": {"action": "click"}, "liked": {"action": "like"}})).rows == 60
+
+
+def test_a_side_table_that_matches_nothing_is_refused(ingest: Any, put: Any) -> None:
+    put("rows.parquet", user=[f"u{i}" for i in range(40)], label=[0, 1] * 20)
+    put("users.parquet", user=[f"U{i}" for i in range(40)], age=list(range(40)))
+    looked_up = {"path": "rows.parquet", "day": "2024-01-01", "lookups": [{"path": "users.parquet", "on": ["user"]}]}
+    with pytest.raises(DataError, match=r"1.0% of the rows with a match in side table 'users.parquet', got 0 of 40"):
+        ingest(looked_up, profile=False)
+    assert ingest(looked_up, checks={"unmatched": "warn"}).unmatched == {"users.parquet": 40}
+    put("users.parquet", user=["u7"], age=[7])
+    assert ingest(looked_up, force=True).checked.findings == ()

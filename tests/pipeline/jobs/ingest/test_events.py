@@ -92,6 +92,71 @@ def test_a_log_becomes_days_sorted_by_key_and_time(open_: Open, tmp_path: Path) 
     assert (again["status"], again["events"]["watched"]["status"]) == ("skipped", "skipped")
 
 
+def test_events_of_wrong_clocks_push_no_days_out(open_: Open, tmp_path: Path) -> None:
+    """Of three days two are kept. Events of the future are held back; were they newest, they would be the only ones."""
+    workspace = open_(keep_days=2)
+    soon = datetime.datetime.now(datetime.UTC).replace(tzinfo=None) + datetime.timedelta(days=5)
+    wrong = draw_events(3, 3, 9).assign(at=[pd.Timestamp(2031, 1, 1), pd.Timestamp(2038, 1, 19), pd.Timestamp(soon)])
+    wrong.assign(at=wrong["at"].astype("datetime64[us]")).to_parquet(tmp_path / "log/wrong.parquet")
+    done = ingest_days(workspace, None, force=False)["events"]["watched"]
+    assert (done["rows"], done["days_held"]) == (80, 3)
+    kept = {pd.Timestamp(2024, 1, day).date() for day in (2, 3)}
+    assert set(stored(workspace)["day"]) == kept
+    again = add(workspace, draw_events(4, 5, 11), "4.parquet")
+    assert (again["days_expired"], set(stored(workspace)["day"])) == (
+        1,
+        {pd.Timestamp(2024, 1, day).date() for day in (3, 4)},
+    )
+
+
+def test_stored_days_of_the_future_push_no_days_out(open_: Open, tmp_path: Path) -> None:
+    config = open_(keep_days=2).config
+    checks = config.ingest.checks.model_copy(update={"future": "off"})
+    workspace = Workspace(config.model_copy(update={"ingest": config.ingest.model_copy(update={"checks": checks})}))
+    draw_events(3, 1, 9).assign(at=pd.Timestamp(2031, 1, 1)).to_parquet(tmp_path / "log/wrong.parquet")
+    ingest_days(workspace, None, force=False)
+    days = [datetime.date(2024, 1, 2), datetime.date(2024, 1, 3), datetime.date(2031, 1, 1)]
+    assert sorted(set(stored(workspace)["day"])) == days
+
+
+def write_keys_of_others(folder: Path) -> None:
+    for day in (1, 2, 3):
+        events = draw_events(day, 40, day)
+        events.assign(user=events["user"] + 100).to_parquet(folder / f"log/{day}.parquet")
+
+
+def test_a_log_without_a_key_of_the_rows_is_refused(open_: Open, tmp_path: Path) -> None:
+    write_keys_of_others(tmp_path)
+    workspace = open_()
+    with pytest.raises(DataError) as error:
+        ingest_days(workspace, None, force=False)
+    assert str(error.value) == (
+        "day 2024-01-01, rule unmatched: expected at least 1.0% of the rows with a match in features.histories "
+        "'watched', got 0 of 180 (5 more). Correct the source, or set ingest.checks.unmatched to quarantine, warn or off."
+    )
+    assert not workspace.warehouse.has_table("ads")
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("histories", {"table": "watched", "as_of": "at", "where": "item > 99", "prefix": "no_"}),
+        ("joined", {"path": "users.parquet", "on": "user"}),
+    ],
+)
+def test_a_source_of_features_that_matches_no_row_is_refused(
+    open_: Open, tmp_path: Path, kind: str, keys: dict[str, Any]
+) -> None:
+    pd.DataFrame({"user": [55], "age": [1]}).to_parquet(tmp_path / "users.parquet")
+    values = open_().config.model_dump(mode="json")
+    given = {key: f"{tmp_path}/{value}" if key == "path" else value for key, value in keys.items()}
+    values["features"][kind] = [*values["features"][kind], given]
+    with pytest.raises(DataError, match=rf"1.0% of the rows with a match in features\.{kind} '.*', got 0 of 180"):
+        ingest_days(Workspace(load(values)), None, force=False)
+    values["ingest"]["checks"]["unmatched"] = "warn"
+    assert ingest_days(Workspace(load(values)), None, force=False)["days_written"] == 3
+
+
 @pytest.mark.nightly
 def test_the_generator_writes_a_log_of_events(open_: Open) -> None:
     """Without `path`. The log has more days than the impressions, and its lists are those that it was drawn with."""
