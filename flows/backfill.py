@@ -23,6 +23,7 @@ from pipeline.jobs.recurring.backfill import (
     write_days_side_by_side,
 )
 from pipeline.jobs.recurring.day import require_hash_split
+from pipeline.jobs.recurring.run import shorten_day
 from pipeline.jobs.workspace import Workspace
 
 
@@ -58,7 +59,7 @@ def backfill(
     days = list_days(workspace, start, end, work)
     result: dict[str, Any] = {"status": "skipped", "start": f"{days[0]}", "end": f"{days[-1]}", "days": len(days)}
     if work != "train":
-        ingest_event_tables(workspace, force=False)
+        result["events"] = ingest_event_tables(workspace, force=False)
         result |= write_days_side_by_side(workspace, days, side_by_side, force)
     if work != "ingest":
         result |= train_in_order(workspace, overrides, list_days_after_first_model(workspace.config.split, days))
@@ -73,6 +74,7 @@ def train_in_order(
     """Runs `recurring` for each day in order and stops at the first failure."""
     counts = {"days_trained": 0, "days_judged": 0, "trainings_skipped": 0}
     series: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
     with workspace.console.progress("days") as progress:
         for number, day in enumerate(days, 1):
             try:
@@ -86,5 +88,6 @@ def train_in_order(
             key = "trainings_skipped" if result["status"] == "skipped" else "days_trained" if trained else "days_judged"
             counts[key] += 1
             series.append(describe_day(result))
+            verdicts.append(shorten_day(result))
             progress("train", number, len(days), f"{day}, version {result['model']['version']}")
-    return counts | {"series": series, "model": series[-1]["model"]}
+    return counts | {"series": series, "verdicts": verdicts, "model": series[-1]["model"]}

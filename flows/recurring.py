@@ -60,7 +60,7 @@ def recurring(
     if not champion:
         require_one_config(ingested)
         train(workspace.config, overrides)
-    held = {"held": ingested.get("held", [])}
+    held = {"held": ingested.get("held", []), "events": ingested.get("events", {})}
     if day is not None:
         return train_day(workspace, day, scratch, force) | held
     result = train_new_days(workspace, scratch, force) | held

@@ -97,35 +97,56 @@ def list_messages(
         result: The command's result line.
         bounds: Lowest and highest calibration that the gate allows.
     """
+    yield from _list_held(config, result)
+    for one in result.get("verdicts") or [result]:
+        yield from _list_verdicts(config, one, bounds)
+
+
+def _list_held(config: str, result: Mapping[str, Any]) -> Iterator[Message]:
+    """Yields a message for each day that is held back, of the samples and of event tables."""
     ingested = result.get("ingest") or result
-    if held := [str(day) for day in result.get("held") or ingested.get("held") or []]:
-        yield Message(
-            kind="held", cause=f"{config} {' '.join(held)}", subject=f"{config}: {len(held)} days are held back",
-            text=f"{', '.join(held[:10])} broke a rule of the ingest checks. The table keeps its versions of them.\n\n"
-            f"They are in table {config}_held. Mend the input and ingest again, or write a day as it is: "
-            f"python -m flows.ingest CONFIG day={held[0]} force=true",
-        )  # fmt: skip
+    tables = {config: result.get("held") or ingested.get("held") or []}
+    tables |= {table: one.get("held") or [] for table, one in (ingested.get("events") or {}).items()}
+    for table, days in tables.items():
+        for day in days:
+            yield Message(
+                kind="held", cause=f"{table} {day}", subject=f"{config}: day {day} of table {table} is held back",
+                text="It broke a rule of the ingest checks. The table keeps its version of it.\n\n"
+                f"The day is in table {table}_held. Mend the input and ingest again, or relax the rule. A day that "
+                f"would lose something is written as it is by: python -m flows.ingest CONFIG day={day} force=true",
+            )  # fmt: skip
+
+
+def _list_verdicts(config: str, result: Mapping[str, Any], bounds: tuple[float, float]) -> Iterator[Message]:
+    """Yields what people should know of one day, or of a training."""
+    if result["status"] == "skipped":
+        return
     judged, model = result.get("judged") or {}, result.get("model") or {}
     if isinstance(model, str):  # of a scoring
         model = {"name": model}
     name = model.get("name", config)  # several models may be trained on one table
     verdicts = [(judged.get("version"), judged.get("gate")), (model.get("version"), result.get("gate"))]
     for version, gate in verdicts:
-        if gate and gate["decision"] == "reject" and result["status"] != "skipped":
+        if gate and gate["decision"] == "reject":
             yield Message(
                 kind="rejection", cause=f"{name} {version}", subject=f"{name}: version {version} was rejected",
                 text=f"{gate['reason']}\n\nThe champion stays. See python -m flows.report CONFIG run={version}. "
                 f"To overrule the gate: python -m flows.promote CONFIG version={version}",
             )  # fmt: skip
-    calibration = (result.get("champion_eval") or {}).get("calibration")
-    if calibration is not None and not bounds[0] <= calibration <= bounds[1] and result["status"] != "skipped":
+    quality = result.get("champion_eval")
+    if quality is None:
+        return
+    calibration = quality.get("calibration")
+    if calibration is None or not bounds[0] <= calibration <= bounds[1]:
+        reason = (quality.get("undefined") or {}).get("calibration", "not a number")
+        found = f"undefined: {reason}" if calibration is None else f"{calibration:.3f}"
         yield Message(
             kind="calibration", cause=f"{name} {result.get('day')}",
-            subject=f"{name}: the champion's calibration is {calibration:.3f}",
-            text=f"On {result.get('day')} version {result.get('champion')} predicted {calibration:.3f} times the "
-            f"positive labels. The gate allows {bounds[0]:g} to {bounds[1]:g}.\n\nLook whether the labels of that day "
-            "are complete. If they are, train: python -m flows.recurring CONFIG. An earlier champion: python -m "
-            "flows.rollback CONFIG",
+            subject=f"{name}: the champion's calibration is {found}",
+            text=f"On {result.get('day')} the calibration of version {result.get('champion')}, predictions over "
+            f"positive labels, is {found}. The gate allows {bounds[0]:g} to {bounds[1]:g}.\n\nLook whether the labels "
+            "of that day are complete. If they are, train: python -m flows.recurring CONFIG. An earlier champion: "
+            "python -m flows.rollback CONFIG",
         )  # fmt: skip
 
 

@@ -46,13 +46,15 @@ def write_days_side_by_side(
     config = workspace.config
     size = max(len(days) // (side_by_side * PORTIONS), 1)
     portions = [tuple(days[first : first + size]) for first in range(0, len(days), size)]
-    totals = {"days_written": 0, "days_skipped": 0, "days_held": 0, "rows": 0, "quarantined_rows": 0}
+    totals: dict[str, Any] = {"days_written": 0, "days_skipped": 0, "days_held": 0, "rows": 0, "quarantined_rows": 0}
+    held: set[datetime.date] = set()
     with workspace.lock(workspace.ingest_lock), workspace.console.progress("days") as progress:
 
         def done(found: IngestResult) -> None:
             totals["days_written"] += len(found.days_written)
             totals["days_skipped"] += len(found.days_skipped)
             totals["days_held"] += len(found.days_held)
+            held.update(found.days_held)
             totals["rows"] += found.rows
             totals["quarantined_rows"] += sum(found.quarantined.values())
             finished = totals["days_written"] + totals["days_skipped"] + totals["days_held"]
@@ -73,7 +75,7 @@ def write_days_side_by_side(
                 raise
     if totals["days_held"]:
         workspace.console.log.warning("%s days broke a rule and are held back", totals["days_held"])
-    return totals
+    return totals | {"held": [f"{day}" for day in sorted(held)]}
 
 
 def _ignore_progress(what: str, done: int, total: int) -> None:

@@ -86,7 +86,14 @@ def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str
     return days[-1] | {
         "status": "ok" if pending.changed or any(one["status"] == "ok" for one in days) else "skipped",
         "days": [{"day": one["day"], "status": one["status"], "model": one["model"]} for one in days],
+        "verdicts": [shorten_day(one) for one in days],
     }
+
+
+def shorten_day(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what people are told of a day, for the result of several days."""
+    keys = ("day", "status", "model", "gate", "judged", "champion", "champion_eval")
+    return {key: result.get(key) for key in keys}
 
 
 @step("report the days")

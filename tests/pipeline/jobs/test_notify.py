@@ -141,6 +141,29 @@ def test_what_a_result_says_to_people() -> None:
     assert "python -m flows.ingest CONFIG day=2025-01-03 force=true" in message.text
 
 
+def test_each_of_several_days_is_told() -> None:
+    rejected = {"decision": "reject", "reason": "NE is higher."}
+
+    def day(number: int, calibration: float | None, **more: Any) -> dict[str, Any]:
+        quality = {"calibration": calibration, "undefined": {} if calibration else {"calibration": "no positive label"}}
+        return {"status": "ok", "day": f"2025-01-0{number}", "champion": 3, "champion_eval": quality, **more}
+
+    days = [
+        day(1, 1.2), day(2, 1.0, judged={"version": 4, "gate": rejected}), day(3, 0.8),
+        day(4, 1.3) | {"status": "skipped"}, day(5, None), day(6, float("nan")), day(7, 1.0),
+    ]  # fmt: skip
+    result = {**days[-1], "held": ["2025-01-08", "2025-01-09"], "verdicts": days}
+    result["events"] = {"watched": {"held": ["2031-01-01"]}, "other": {"held": []}}
+    found = [*list_messages("recurring", "demo", result, BOUNDS)]
+    assert [(one.kind, one.cause) for one in found] == [
+        ("held", "demo 2025-01-08"), ("held", "demo 2025-01-09"), ("held", "watched 2031-01-01"),
+        ("calibration", "demo 2025-01-01"), ("rejection", "demo 4"), ("calibration", "demo 2025-01-03"),
+        ("calibration", "demo 2025-01-05"), ("calibration", "demo 2025-01-06"),
+    ]  # fmt: skip
+    assert "watched_held" in found[2].text
+    assert found[-2].subject == "demo: the champion's calibration is undefined: no positive label"
+
+
 def test_a_champion_behind_its_table_is_stale() -> None:
     trained, newest = datetime.date(2025, 1, 1), datetime.date(2025, 1, 8)
     assert describe_stale("demo", 3, trained, newest, 8) is None
