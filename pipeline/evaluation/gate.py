@@ -14,6 +14,8 @@ from pipeline.evaluation.series import Interval
 from pipeline.evaluation.sums import CalibrationSums, PairedSums
 from storage.config import DAY
 
+NAMED_SLICES = 3
+"""Most slices that a verdict names."""
 FEWEST_UNITS = 5
 """With fewer units, an interval says nothing. From this number of days on, days are resampled by default, because rows
 of a day have much in common."""
@@ -157,10 +159,11 @@ def compare(evaluation: Evaluation, report: EvalReport, config: GateConfig, vers
         return verdict("reject", problem)
     if problem := _describe_leak(report.overall.ne, champion.ne):
         return verdict("hold", problem)
+    undefined = _describe_undefined(report)
     if difference.high < -config.least_gain * champion.ne:
-        return verdict("promote", f"NE is lower than {against}, by {size}.")
+        return verdict("promote", f"NE is lower than {against}, by {size}.{undefined}")
     if config.rule == "not_worse":
-        return verdict("promote", f"NE is not higher for sure than {against}: {found}.")
+        return verdict("promote", f"NE is not higher for sure than {against}: {found}.{undefined}")
     least = f", less than {config.least_gain:.2%} better for sure" if config.least_gain else ", which may be chance"
     return verdict("hold", f"NE differs from {against}, by {found}{least}.")
 
@@ -223,7 +226,9 @@ def _calibration_problem(evaluation: Evaluation, by_rows: bool, config: GateConf
     level, sums = config.level, evaluation.calibrations
     low, high = math.log(config.calibration_low), math.log(config.calibration_high)
     ours = log_calibration(sums, units, by_rows, level)
-    if ours is None or (ours.high >= low and ours.low <= high):
+    if ours is None:
+        return "Calibration is undefined."
+    if ours.high >= low and ours.low <= high:
         return None
     known = ""
     if version is not None:
@@ -231,7 +236,7 @@ def _calibration_problem(evaluation: Evaluation, by_rows: bool, config: GateConf
         signs = 1.0 if ours.value > 0.0 else -1.0, -1.0 if theirs is None or theirs.value > 0.0 else 1.0
         further = log_calibration(sums, units, by_rows, level, *signs)
         if theirs is None or further is None:
-            return None
+            return f"Calibration {math.exp(ours.value):.3f} cannot be compared: that of version {version} is undefined."
         if further.low <= (0.0 if low <= theirs.value <= high else max(-low, high)):
             return None
         known = f"; that of version {version} is {math.exp(theirs.value):.3f}"
@@ -258,6 +263,16 @@ def _slice_problem(
                 f"Where {part.column} = {part.value}, NE is higher than that of version {version}, {ne:.4f}, by {lost}."
             )
     return None
+
+
+def _describe_undefined(report: EvalReport) -> str:
+    """Names large slices that were not compared, because their NE is undefined."""
+    parts = [part for part in report.slices if not part.small and part.quality.ne is None]
+    if not parts:
+        return ""
+    named = ", ".join(f"{part.column} = {part.value}" for part in parts[:NAMED_SLICES])
+    more = f" and {len(parts) - NAMED_SLICES} more" if len(parts) > NAMED_SLICES else ""
+    return f" Not compared, because NE is undefined: {named}{more}."
 
 
 def _describe(found: Difference, ne: float, by: str, days: int) -> str:

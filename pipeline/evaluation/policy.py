@@ -1,6 +1,8 @@
 """Retraining policy: when to train the champion incrementally on new days, and when to train from scratch."""
 
 import datetime
+import math
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
@@ -16,11 +18,11 @@ class Policy(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     after_rows: PositiveInt | None = None
     """Trains once there are this many rows that the champion was not trained on."""
     ne_above: PositiveFloat | None = None
-    """Trains if the champion's NE on a new day is higher."""
+    """Trains if the champion's NE on a new day is higher, or undefined."""
     calibration_below: PositiveFloat | None = None
-    """Trains if the champion's calibration on a new day (predictions / labels) is lower."""
+    """Trains if the champion's calibration on a new day (predictions / labels) is lower, or undefined."""
     calibration_above: PositiveFloat | None = None
-    """Trains if the champion's calibration on a new day is higher."""
+    """Trains if the champion's calibration on a new day is higher, or undefined."""
     scratch_every_days: PositiveInt | None = None
     """Trains from scratch once the last training from scratch is this many days old. None: never."""
     window_days: PositiveInt | None = None
@@ -77,17 +79,10 @@ def decide(policy: Policy, standing: ChampionStanding, day: datetime.date) -> De
     reasons = [
         (_reaches(since, policy.every_days), f"{_days(since)} since the champion's last"),
         (_reaches(standing.new_rows, policy.after_rows), f"{standing.new_rows:,} new rows"),
-        (_above(standing.ne, policy.ne_above), _drift("NE", standing.ne, "above", policy.ne_above)),
-        (
-            _above(policy.calibration_below, standing.calibration),
-            _drift("calibration", standing.calibration, "below", policy.calibration_below),
-        ),
-        (
-            _above(standing.calibration, policy.calibration_above),
-            _drift("calibration", standing.calibration, "above", policy.calibration_above),
-        ),
     ]
     found = [reason for holds, reason in reasons if holds]
+    found += _drift("NE", standing.ne, None, policy.ne_above)
+    found += _drift("calibration", standing.calibration, policy.calibration_below, policy.calibration_above)
     if found and standing.rewritten_days:
         days = f"{standing.rewritten_days} days, most of those that the champion has learned"
         return Decision(training="scratch", reason=f"{days}, have other rows now")
@@ -104,9 +99,13 @@ def _reaches(value: int, bound: int | None) -> bool:
     return bound is not None and value >= bound
 
 
-def _above(value: float | None, bound: float | None) -> bool:
-    return value is not None and bound is not None and value > bound
-
-
-def _drift(what: str, value: float | None, side: str, bound: float | None) -> str:
-    return "" if value is None or bound is None else f"the {what} of the champion, {value:.4f}, is {side} {bound:g}"
+def _drift(what: str, value: float | None, low: float | None, high: float | None) -> Iterator[str]:
+    """Yields why a number is out of its bounds, if there are any. An undefined one is."""
+    if low is None and high is None:
+        return
+    if value is None or math.isnan(value):
+        yield f"the {what} of the champion is undefined"
+    elif low is not None and value < low:
+        yield f"the {what} of the champion, {value:.4f}, is below {low:g}"
+    elif high is not None and value > high:
+        yield f"the {what} of the champion, {value:.4f}, is above {high:g}"

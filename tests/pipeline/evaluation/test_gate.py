@@ -260,6 +260,15 @@ def test_a_slice_that_loses_much_rejects_a_challenger_that_is_better_as_a_whole(
     assert gate(labels, ours, others, slices=("country",), small=5_001, country=country).decision == "promote"
 
 
+def test_a_large_slice_without_a_positive_label_is_named():
+    labels, ours, theirs = pair(100_000, 0.02, np.random.default_rng(1))
+    country = np.where((np.arange(100_000) % 4 == 0) & (labels == 0.0), "none", "some")
+    others = np.clip(theirs + random_noise(labels), 0.05, 0.95)
+    verdict = gate(labels, ours, others, slices=("country",), country=country)
+    assert verdict.decision == "promote"
+    assert verdict.reason.endswith(" Not compared, because NE is undefined: country = none.")
+
+
 def test_equal_models_are_rarely_called_different_in_one_of_many_slices():
     """Each of 20 slices at the level of the whole would reject two of five challengers."""
     rejected = 0

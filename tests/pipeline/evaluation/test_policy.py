@@ -26,7 +26,7 @@ def standing(**given):
         ({"every_days": None, "after_rows": 901}, {}, "none", "no condition of the policy holds"),
         ({"every_days": None, "ne_above": 0.89}, {}, "incremental", "the NE of the champion, 0.9000, is above 0.89"),
         ({"every_days": None, "ne_above": 0.9}, {}, "none", "no condition of the policy holds"),
-        ({"every_days": None, "ne_above": 0.9}, {"ne": None}, "none", "no condition of the policy holds"),
+        ({"every_days": None, "ne_above": 0.9}, {"ne": None}, "incremental", "the NE of the champion is undefined"),
         (
             {"every_days": None, "calibration_below": 0.9, "calibration_above": 1.2}, {"calibration": 0.8},
             "incremental", "the calibration of the champion, 0.8000, is below 0.9",
@@ -47,3 +47,20 @@ def test_a_policy_decides(policy, given, training, reason):
 def test_bounds_of_the_calibration_must_leave_room():
     with pytest.raises(ConfigError, match="calibration_below: expected less than calibration_above"):
         Policy(calibration_below=1.0, calibration_above=0.9)
+
+
+@pytest.mark.parametrize("value", [None, float("nan")])
+@pytest.mark.parametrize(
+    ("bound", "what"),
+    [
+        ({"ne_above": 0.9}, "NE"),
+        ({"calibration_below": 0.9}, "calibration"),
+        ({"calibration_above": 1.1}, "calibration"),
+    ],
+)
+def test_an_undefined_number_is_out_of_its_bounds(value: float | None, bound: dict[str, float], what: str) -> None:
+    day = datetime.date(2025, 1, 1)
+    standing = ChampionStanding(trained_to=day, scratch_day=day, new_rows=8, ne=value, calibration=value)
+    decision = decide(Policy.model_validate({"every_days": None, **bound}), standing, day)
+    assert (decision.training, decision.reason) == ("incremental", f"the {what} of the champion is undefined")
+    assert decide(Policy(every_days=None), standing, day).training == "none"
