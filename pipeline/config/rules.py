@@ -1,7 +1,7 @@
 """Rules about several sections of a config at once. `RunConfig` lists them all in one validator."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 
 from pydantic import ValidationError
@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError
 from pipeline.extraction.config import EventTable, SourceConfig
 from pipeline.preprocessing.config import PreprocessingConfig
 from pipeline.training.config import HOST_SHARDING, TrainConfig, requested_sharding_types
-from pipeline.transforms.joins import share_files
+from pipeline.transforms.joins import AnySource, FeatureJoin, share_files
 from pipeline.transforms.schema import FeatureSchema
 
 KNOWN_TO_RAY = {
@@ -116,25 +116,65 @@ def require_shared_losses(training: TrainConfig, preprocessing: PreprocessingCon
         )  # fmt: skip
 
 
+Paths = str | tuple[str, ...] | None
+
+
 def require_known_labels(
-    name: str, source: SourceConfig, tables: Mapping[str, EventTable], features: FeatureSchema
+    name: str,
+    source: SourceConfig,
+    tables: Mapping[str, EventTable],
+    features: FeatureSchema,
+    share: Callable[[Paths, Paths], bool] = share_files,
 ) -> None:
-    """No joined log has the label of a row before it is known."""
+    """No joined log has the label of a row before it is known.
+
+    Args:
+        share: Whether two values of `path` have files in common. A config alone compares their spellings.
+    """
     label, sources = features.label, features.sources
+    own_names = {label, *(old for old, new in source.rename.items() if new == label)}
     outcomes = None if source.outcomes is None else source.outcomes.path
     samples = source.path if source.outcomes is None else None
     paths = {log: tables[log.table].path if log.table and log.table in tables else log.path for log in sources}
-    own = [log for log in sources if log.table == name or share_files(paths[log], samples)]
-    filtered = {log for log in features.logs if re.search(rf"\b{re.escape(label)}\b", log.where or "")}
-    telling = [log for log in own if log in filtered or any(fnmatchcase(label, name) for name in log.columns)]
-    shared = [log for log in sources if share_files(paths[log], outcomes)]
-    sides = [side for side in source.lookups if share_files(side.path, outcomes)]
+    own = [log for log in sources if log.table == name or share(paths[log], samples)]
+    telling = [log for log in own if _reads(log, _names_in(log, own_names, tables, name, label))]
+    shared = [log for log in sources if share(paths[log], outcomes)]
+    sides = [side for side in source.lookups if share(side.path, outcomes)]
     for log in (*telling, *shared, *sides):
+        if log.as_of is None and not getattr(log, "lag_days", 0):
+            raise ConfigError(
+                f"as_of of {log.place}", "the column with the time of the rows, and delay_seconds, because it has the "
+                "labels", "none", "Add them: without a time, each row reads its own label.",
+            )  # fmt: skip
         if log.as_of is not None and not log.delay_seconds:
             raise ConfigError(
                 f"delay_seconds of {log.place}", "1 or more, because it has the labels", "0",
                 "Set it to the seconds after which a label is known when a row is served.",
             )  # fmt: skip
+
+
+def _names_in(
+    log: AnySource, names: Collection[str], tables: Mapping[str, EventTable], samples: str, label: str
+) -> set[str]:
+    """Returns what a log calls the label: as its files do, as its event table, or as the table of samples.
+
+    Args:
+        names: The label's names in the files of the samples.
+    """
+    if log.table == samples:
+        return {label}
+    declared = tables.get(log.table or "")
+    renamed = {} if declared is None else declared.rename
+    return {renamed.get(name, name) for name in names}
+
+
+def _reads(log: AnySource, names: Collection[str]) -> bool:
+    """Whether a log adds a column of one of the names, or filters by it."""
+    where = None if isinstance(log, FeatureJoin) else log.where
+    patterns = [rf"\b{re.escape(name)}\b" for name in names]
+    return any(re.search(pattern, where or "") for pattern in patterns) or any(
+        fnmatchcase(name, column) for name in names for column in log.columns
+    )
 
 
 def derive_incremental(training: TrainConfig, changes: Mapping[str, object]) -> TrainConfig:

@@ -19,6 +19,7 @@ from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.console import step
 from pipeline.jobs.ingest.checks import show_checks, summarize_checks
 from pipeline.jobs.ingest.recompute import newest_noted_day, recompute_features
+from pipeline.jobs.leaks import refuse_leaks
 from pipeline.jobs.workspace import Workspace
 
 
@@ -99,6 +100,7 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
         force: Also writes days that the warehouse already has from the same input, and days that lose something. With
             `day`, this is not for event tables.
     """
+    refuse_leaks(workspace)
     noted = newest_noted_day(workspace)
     events = ingest_event_tables(workspace, force and day is None)
     result = ingest(workspace, () if day is None else (day,), force)
@@ -238,6 +240,7 @@ def enrich_days(
     workspace: Workspace, start: datetime.date | None, end: datetime.date | None, force: bool
 ) -> dict[str, Any]:
     """Materializes columns of feature sources and stored logs, and declares new ones as beta in the catalog."""
+    refuse_leaks(workspace)
     result = enrich(workspace, start, end, force)
     declare_columns(workspace, result.columns)
     log = workspace.console.log

@@ -24,6 +24,7 @@ from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.config import refuse_outcomes
 from pipeline.jobs.code_version import hash_lock_file, read_commit
+from pipeline.jobs.leaks import refuse_leaks
 from pipeline.jobs.training.identity import LEARNED, describe_rows, digest
 from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
@@ -230,6 +231,7 @@ def resolve_dataset(
         snapshot_id: None takes the newest.
         pinned: As in `build_specs`.
     """
+    refuse_leaks(workspace)
     config = workspace.config
     warehouse = workspace.warehouse
     snapshot = warehouse.current(config.name)
