@@ -337,7 +337,7 @@ def judged_year(kind: str, change: bool, columns: int = 4) -> tuple[int, CheckRe
             day = datetime.date(2025, 1, 1) + datetime.timedelta(days=at)
             rows.append({DAY: day, "column": f"c{number}", "kind": "text", "rows": 5_000, "present": 5_000, "distinct": 900, "histogram": counts.tolist()})  # fmt: skip
     table = pa.Table.from_pylist(rows, SCHEMA).sort_by([(DAY, "ascending"), ("column", "ascending")])
-    result = check(table, SCHEMA.empty_table(), ChecksConfig(), None, {})[1]
+    result = check(table, SCHEMA.empty_table(), ChecksConfig(), None, KnownDays())[1]
     return sum(finding.rule == "drift" for finding in result.findings), result
 
 
@@ -363,6 +363,7 @@ def test_the_drift_of_columns_that_no_feature_reads_is_not_judged() -> None:
     ]  # fmt: skip
     table = pa.Table.from_pylist(made, SCHEMA)
     found = [
-        check(table, SCHEMA.empty_table(), ChecksConfig(), None, {}, read=read)[1] for read in (("cat_*",), ("*",))
+        check(table, SCHEMA.empty_table(), ChecksConfig(), None, KnownDays(features=read))[1]
+        for read in (("cat_*",), ("*",), ())
     ]
-    assert [[one.column for one in result.findings] for result in found] == [["cat_user"], ["cat_user", "other"]]
+    assert [[one.column for one in result.findings] for result in found] == [["cat_user"], ["cat_user", "other"], ["cat_user", "other"]]
