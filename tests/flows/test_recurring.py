@@ -123,6 +123,8 @@ def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
     assert (judged["gate"], judged["judged_on"], judged["model"]["alias"]) == (verdict, "2025-01-09", "champion")
     nightly = recurring(CONFIG, idle | {"recurring.closed_after_hours": 0})
     line = {"day": "2025-01-09", "status": "skipped", "model": evaluated["model"]}
+    [told] = nightly.pop("verdicts")
+    assert told == {key: evaluated[key] for key in told} | {"status": "skipped"}
     assert nightly == evaluated | {"status": "skipped", "days": [line]}
     assert recurring(CONFIG, idle)["days"] == []  # no later day closes the ninth
 
