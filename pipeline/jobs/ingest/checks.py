@@ -46,7 +46,7 @@ def report_folder(workspace: Workspace, table: str, checked: CheckResult) -> Pat
 
 
 def _write(workspace: Workspace, table: str, checked: CheckResult) -> None:
-    from pipeline.extraction.plots import day_figure  # imports matplotlib, which takes a third of a second
+    from pipeline.jobs.ingest.plots import day_figure  # imports matplotlib, which takes a third of a second
 
     folder = report_folder(workspace, table, checked)
     write_json(folder / "checks.json", checked.model_dump(mode="json"))

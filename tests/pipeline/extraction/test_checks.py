@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction import extract, profiling
 from pipeline.extraction.checks import CheckResult, KnownDays, band, check
 from pipeline.extraction.config import ChecksConfig, Rule
-from pipeline.extraction.plots import day_figure
+from pipeline.jobs.ingest.plots import day_figure
 from storage.query import connect
 from storage.reader import DAY
 from storage.warehouse import Warehouse
@@ -366,4 +366,8 @@ def test_the_drift_of_columns_that_no_feature_reads_is_not_judged() -> None:
         check(table, SCHEMA.empty_table(), ChecksConfig(), None, KnownDays(features=read))[1]
         for read in (("cat_*",), ("*",), ())
     ]
-    assert [[one.column for one in result.findings] for result in found] == [["cat_user"], ["cat_user", "other"], ["cat_user", "other"]]
+    assert [[one.column for one in result.findings] for result in found] == [
+        ["cat_user"],
+        ["cat_user", "other"],
+        ["cat_user", "other"],
+    ]
