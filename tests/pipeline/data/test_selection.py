@@ -143,7 +143,7 @@ def test_each_hash_is_in_one_part_and_no_other(seed: int, monkeypatch: pytest.Mo
     cuts = np.sort(random.integers(1, 1_000, 2)) / 1_000 if seed else np.array([0.1, 0.9])
     sizes = np.diff([0.0, *cuts, 1.0])
     shares = {name: float(size) for name, size in zip(PARTS, sizes, strict=True) if size}
-    monkeypatch.setattr("pipeline.data.selection.hash_steps", lambda *keys: np.arange(HASH_STEPS))
+    monkeypatch.setattr("pipeline.data.selection.hash_steps", lambda *keys, place: np.arange(HASH_STEPS))
     rows = pa.table({"user": pa.nulls(HASH_STEPS, pa.int64())})
     parts = {name: chosen({"hash": {"key": "user", "shares": shares}}, name) for name in shares}
     masks = {name: part.mask(rows) for name, part in parts.items() if part is not None}

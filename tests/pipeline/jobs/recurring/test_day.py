@@ -32,7 +32,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 def make_run(workspace: Workspace, day: int, alias: str | None = None) -> Path:
     """Makes the folder of a finished day and its version, which gets an alias."""
     model, client = workspace.config.model_name, workspace.tracking.client
-    folder = workspace.home / "runs" / f"shared-2025-01-{day:02}-{'a' * 12}-{model[0] * 8}-0"
+    folder = workspace.home / "runs" / f"{workspace.config.model_key}-2025-01-{day:02}-{'a' * 12}-{model[0] * 8}-0"
     (folder / "checkpoints" / "step-0000000005").mkdir(parents=True)
     (folder / "weights.safetensors").touch()
     if not client.search_registered_models(f"name = '{model}'"):
