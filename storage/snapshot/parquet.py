@@ -1,5 +1,6 @@
 """Opens data files, and finds the columns in them by Iceberg field id."""
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,9 @@ from storage.snapshot.foreign import remedy_of
 
 REPAIR = "Put it back from a copy, or write its rows again with the engine of table '{}'."
 """Remedy for a file of another engine's table."""
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+REFUSALS = (errno.EACCES, errno.EPERM)
+"""What the system says if a process may not read a file, or cannot open more."""
 READ_OPTIONS: dict[str, Any] = {
     "page_checksum_verification": True,
     "list_type": pa.LargeListType,  # the Arrow types that Iceberg's types map to
@@ -53,10 +57,21 @@ def _open_file(io: FileIO, path: str) -> Any:
 
 @contextmanager
 def reading(where: str, table: Table) -> Iterator[None]:
-    """Raises `CorruptFileError` for what Arrow says about a file. Names of columns may be no text."""
+    """Raises `CorruptFileError` for what Arrow says about a file. Names of columns may be no text.
+
+    What the machine lacks is no fault of the file: nothing is quarantined for it.
+    """
     try:
         yield
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            raise
+        if error.errno in REFUSALS:
+            raise StorageError(
+                where, "a file that this process may read", f"{error}", "Give it the permission."
+            ) from error
+        raise corrupt(where, table, error) from error
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise corrupt(where, table, error) from error
 
 

@@ -165,15 +165,16 @@ def at_home(smoke: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture(autouse=True)
 def untouched(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails a test that writes to the smoke run's registry or catalog: other tests would depend on the order of tests."""
+    """Fails a test that changes the smoke run or registers beside it: other tests would depend on the order of tests."""
     yield
     if "smoke" in request.fixturenames:
-        home = request.getfixturevalue("home")
+        home, smoke = request.getfixturevalue("home"), request.getfixturevalue("smoke")
+        with closing(sqlite3.connect(home / "mlflow" / "mlflow.db")) as registry:
+            found = registry.execute("SELECT version FROM model_versions WHERE name = 'smoke'").fetchall()
         finished = home.with_suffix(".json").stat().st_mtime_ns
-        files = [file for file in (home / "mlflow").rglob("*") if file.is_file()] + [*(home / "warehouse").glob("*.db")]
-        written = [str(file.relative_to(home)) for file in files if file.stat().st_mtime_ns > finished]
-        written = [name for name in written if not name.endswith("registered_model_meta")]  # MLflow's, at each download
-        assert not written, "files of the smoke run were changed: let the test use `copied`"
+        artifacts = home / "mlflow" / "artifacts" / "smoke" / smoke["mlflow_run_id"]
+        written = [file.name for file in artifacts.rglob("*") if file.is_file() and file.stat().st_mtime_ns > finished]
+        assert (found, written) == ([(1,)], []), "the smoke run was changed: let the test use `copied`"
 
 
 PLACES = (
