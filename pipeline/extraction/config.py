@@ -413,6 +413,9 @@ class EventTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """As `source.date_format`, for text in `time`."""
     rename: Mapping[str, str] = {}
     """As `source.rename`."""
+    unique: Names | None = None
+    """Columns that tell one event from another, such as its id; `*` for all. Of events that a log delivers more than
+    once, the first row is kept, whatever files they are in. None: each row is an event."""
     keep_days: PositiveInt | None = None
     """How many days with events to keep: the newest that have begun. An ingest takes others out of the table. None:
     all."""

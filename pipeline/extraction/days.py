@@ -53,7 +53,7 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         declared = [source, schema.label, schema.weight]
         definition = fingerprint([_definition(context.source), *declared[1:]])[:16]
     else:  # whatever the path is called, the stamps name the files
-        declared = [events.model_dump(mode="json", exclude={"path", "format", "keep_days"})]
+        declared = [events.model_dump(mode="json", exclude=_not_declared(events))]
         definition = fingerprint(["events", *declared])[:16]
     shared = fingerprint([*declared, _as_json(map(stamp, refreshed)), list(order_by)])
     stamps = {address_of(rows.read[path].read): stamp(path) for path in [*rows.files, *rows.outcomes]}
@@ -88,6 +88,11 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
         )
         days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note, files=files))
     return days
+
+
+def _not_declared(events: EventTable) -> set[str]:
+    """Returns the keys of an event table that do not say what its rows are."""
+    return {"path", "format", "keep_days"} | ({"unique"} if events.unique is None else set())
 
 
 def _check_counts(rows: OpenSource, found: Sequence[Mapping[str, int]], properties: Mapping[str, str]) -> None:

@@ -43,7 +43,7 @@ from pipeline.extraction.profiling import (
     repair_profile,
     store_profile,
 )
-from pipeline.extraction.samples import count_rows, maps_of, number_columns
+from pipeline.extraction.samples import count_repeated, count_rows, maps_of, number_columns
 from pipeline.extraction.writing import order_clause, write_days
 from pipeline.transforms.schema import FeatureSchema
 from storage.query import column_types, quote
@@ -230,7 +230,10 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     due = [replace(day, note=day.note.model_copy(update=noted)) for day in left if day not in held_back]
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))
-    if due and (rows.join is not None or context.source.unlabelled == "skip"):
+    repeated = context.events is not None and context.events.unique is not None
+    if context.events is not None and not repeated and due:
+        _warn_of_repeated(ingest, context.place("unique"), due)
+    if due and (rows.join is not None or context.source.unlabelled == "skip" or repeated):
         due = [day for day in count_left_out(rows, due) if day.kept or day.day in stored]
     return _Plan(
         wanted=wanted,
@@ -246,6 +249,17 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         first=first,
         elsewhere=0 if context.only else sum(day >= first for day in stored.keys() - {day.day for day in days}),
     )
+
+
+def _warn_of_repeated(ingest: _Ingest, key: str, due: Sequence[SourceDay]) -> None:
+    """Warns of events that the log may have delivered more than once."""
+    found = count_repeated(ingest.rows.connection, ingest.rows.view, days_condition(due))
+    if found:
+        rows = sum(day.rows for day in due)
+        ingest.warn(
+            f"{found:,} of {rows:,} events repeat another one in all columns, and count twice. If the log delivers"
+            f" events more than once, set {key} to the columns that tell them apart, or to *."
+        )
 
 
 def _verify_files(rows: OpenSource, due: Sequence[SourceDay], context: SourceContext) -> None:

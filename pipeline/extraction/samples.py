@@ -170,12 +170,39 @@ def add_event_types(
     ]
     reasons = [f"WHEN {quote(name)} IS NULL THEN '{name} is null'" for name in keys]
     date = _day(time, types[time], None)
+    left_out = "false"
+    if events.unique is not None:
+        _mark_repeated(connection, view, resolve(events.unique, names, place("unique")), "*" in events.unique)
+        left_out = f"({FILE}, {ROW}) IN (SELECT (file, row) FROM repeated_rows)"
     connection.execute(
-        f"CREATE VIEW samples AS SELECT {', '.join(typed)}, {date} AS {DAY}, false AS {LEFT_OUT},"
+        f"CREATE VIEW samples AS SELECT {', '.join(typed)}, {date} AS {DAY}, {left_out} AS {LEFT_OUT},"
         f" CASE {' '.join(reasons)} END AS __reason, {FILE} AS __file, {ROW if numbered else 0} AS __row FROM {view}"
     )
     _check_days(connection, view, time, types[time], count_rows(connection, "samples", f"{DAY} IS NULL"), date, place)
     return "samples"
+
+
+def _mark_repeated(connection: duckdb.DuckDBPyConnection, view: str, columns: Sequence[str], nulls: bool) -> None:
+    """Lists the rows that repeat an earlier one in some columns, in the table repeated_rows.
+
+    Args:
+        nulls: Whether nulls are equal. Else a row with a null repeats none.
+    """
+    listed = ", ".join(map(quote, columns))
+    known = "true" if nulls else " AND ".join(f"{quote(name)} IS NOT NULL" for name in columns)
+    several = f"SELECT hash({listed}) FROM {view} WHERE {known} GROUP BY 1 HAVING count(*) > 1"
+    numbered = f"row_number() OVER (PARTITION BY {listed} ORDER BY {FILE}, {ROW}) AS number"
+    connection.execute(
+        f"CREATE TABLE repeated_rows AS SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, {numbered}"
+        f" FROM {view} WHERE {known} AND hash({listed}) IN ({several})) WHERE number > 1"
+    )
+
+
+def count_repeated(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> int:
+    """Returns the rows of the view that repeat another one in all columns to store."""
+    names = ", ".join(quote(name) for name in column_types(connection, view) if not name.startswith("__"))
+    query = f"SELECT count(*) - count(DISTINCT hash({names})) FROM {view} WHERE {condition}"
+    return int(connection.sql(query).fetchall()[0][0])
 
 
 def maps_of(types: Mapping[str, str]) -> list[str]:

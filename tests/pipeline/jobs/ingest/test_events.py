@@ -92,6 +92,42 @@ def test_a_log_becomes_days_sorted_by_key_and_time(open_: Open, tmp_path: Path) 
     assert (again["status"], again["events"]["watched"]["status"]) == ("skipped", "skipped")
 
 
+@pytest.mark.parametrize("unique", ["event", "*", ["user", "at"]])
+def test_events_that_are_delivered_twice_count_once(
+    open_: Open, tmp_path: Path, unique: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one file, in another one, and on the other side of midnight."""
+    for day in (1, 2, 3):
+        path = tmp_path / f"log/{day}.parquet"
+        pd.read_parquet(path).assign(event=[f"{day}-{number}" for number in range(40)]).to_parquet(path)
+    first = pd.read_parquet(tmp_path / "log/1.parquet")
+    pd.concat([first[:7], first[:3], pd.read_parquet(tmp_path / "log/2.parquet")[:5]]).to_parquet(
+        tmp_path / "log/4.parquet"
+    )
+    workspace = open_()
+    ingest_days(workspace, None, force=False)
+    assert "15 of 135 events repeat another one in all columns" in caplog.text
+    assert "set events.watched.unique" in caplog.text
+    assert len(stored(workspace)) == 135
+    caplog.clear()
+    done = ingest_days(open_(unique=unique), None, force=True)["events"]["watched"]
+    assert done["left_out_rows"] == 15
+    assert "repeat" not in caplog.text
+    frame = stored(open_(unique=unique))
+    assert sorted(frame["event"]) == sorted(f"{day}-{number}" for day in (1, 2, 3) for number in range(40))
+
+
+def test_events_without_an_id_are_not_repeats(open_: Open, tmp_path: Path) -> None:
+    for day in (1, 2, 3):
+        path = tmp_path / f"log/{day}.parquet"
+        pd.read_parquet(path).assign(event=[None if number % 2 else f"{number}" for number in range(40)]).to_parquet(
+            path
+        )
+    ingest_days(open_(unique="event"), None, force=False)
+    frame = stored(open_(unique="event"))
+    assert (frame["event"].isna().sum(), frame["event"].notna().sum()) == (60, 20)
+
+
 def test_events_of_wrong_clocks_push_no_days_out(open_: Open, tmp_path: Path) -> None:
     """Of three days two are kept. Events of the future are held back; were they newest, they would be the only ones."""
     workspace = open_(keep_days=2)
