@@ -2,13 +2,15 @@
 
 from typing import Any
 
-from numba.core.caching import Cache, FunctionCache, IndexDataCacheFile
-from numba.core.dispatcher import Dispatcher
+from storage.errors import importing_private, require_private
 
-from storage.errors import require_private
+VERSION = "0.68."
+with importing_private("numba", VERSION):
+    from numba.core.caching import Cache, FunctionCache, IndexDataCacheFile
+    from numba.core.dispatcher import Dispatcher
 
 require_private(
-    "numba", "0.68.", {Cache: ["_cache_file"], Dispatcher: ["_cache"], IndexDataCacheFile: ["_source_stamp"]}
+    "numba", VERSION, {Cache: ["_cache_file"], Dispatcher: ["_cache"], IndexDataCacheFile: ["_source_stamp"]}
 )
 
 
