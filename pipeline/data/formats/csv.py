@@ -3,7 +3,6 @@
 Nothing else is found out about a file but its delimiter: no line is a comment, and none is left out.
 """
 
-import codecs
 import csv
 import io
 from collections.abc import Mapping
@@ -79,16 +78,11 @@ def read_dialect(file: SourceFile, properties: Mapping[str, str]) -> Dialect | N
     The delimiter is the one that gives both of the first two lines the same number of values, and most of them.
 
     Raises:
-        DataError: If the first line is no text in UTF-8, or names a column twice.
+        DataError: If the names are no text in UTF-8, or two columns have one.
     """
     with open_plain(file, properties) as stream:
         head = stream.read(HEAD_BYTES)
-    try:
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(head, len(head) < HEAD_BYTES).lstrip("\r\n")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"CSV file '{file.name}'", "text in UTF-8", f"other bytes at position {error.start}", "Write it in UTF-8."
-        ) from error
+    text = head.decode("utf-8-sig", errors="replace").lstrip("\r\n")  # DuckDB names the line of what is no text
     if not text:
         return None
     if "\0" in text:
@@ -96,6 +90,8 @@ def read_dialect(file: SourceFile, properties: Mapping[str, str]) -> Dialect | N
     found = {delimiter: _first_lines(text, delimiter) for delimiter in DELIMITERS}
     fitting = {mark: lines for mark, lines in found.items() if len({len(line) for line in lines}) == 1} or found
     delimiter = max(fitting, key=lambda mark: len(fitting[mark][0]))
+    if "\ufffd" in "".join(fitting[delimiter][0]):
+        raise DataError(f"CSV file '{file.name}'", "names in UTF-8", "other bytes in line 1", "Write it in UTF-8.")
     names = [name or f"column{place}" for place, name in enumerate(fitting[delimiter][0])]
     refuse_like_names(f"CSV file '{file.name}'", names)
     return Dialect(delimiter, tuple(names))

@@ -191,7 +191,7 @@ def explained(where: str, remedy: str = "Correct the file, or set source.format.
         if isinstance(error, duckdb.OutOfMemoryException):
             remedy = "Raise ingest.memory_bytes, or read fewer files at once."
             raise DataError(where, "rows that fit into DuckDB's memory", first_line(error), remedy) from error
-        unicode = "Invalid unicode" in f"{error}" or isinstance(error, UnicodeDecodeError)
+        unicode = isinstance(error, UnicodeDecodeError) or ("Invalid unicode" in f"{error}" and "CSV" not in f"{error}")
         reason = "text that is not UTF-8" if unicode else first_line(error)
         raise DataError(where, "readable values", reason, remedy) from error
 
