@@ -285,8 +285,9 @@ def _check_days(
 
 
 def _number(name: str) -> str:
-    """SQL of the column as a number, or null if it is none."""
-    return f"TRY_CAST({quote(name)} AS DOUBLE)"
+    """SQL of the column as a number, or null if it is none. Truth values are 0 and 1, also in text."""
+    number, text = f"TRY_CAST({quote(name)} AS DOUBLE)", f"lower(CAST({quote(name)} AS VARCHAR))"
+    return f"coalesce({number}, CASE {text} WHEN 'true' THEN 1.0::DOUBLE WHEN 'false' THEN 0.0::DOUBLE END)"
 
 
 def _label(name: str, positive: bool | int | float | str | None) -> str:
@@ -469,7 +470,7 @@ def _cast(name: str, kind: str, dense: bool, stored: str | None = None) -> str:
     column = quote(name)
     item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
     if dense and kind in ("VARCHAR", _NULLS):
-        return f"CAST({column} AS DOUBLE)"
+        return _number(name)
     if MAP.fullmatch(kind):
         return column
     if item.endswith("]"):

@@ -59,26 +59,17 @@ class RawRows:
         self._check_stamps()
         self._copies: ScratchFolder | None = None
         try:
-            if not self._are_plain():
+            others = any(form_of(Path(path), "auto") != "parquet" for path in self.files)
+            schemas = [] if others else [self._schema_of(path) for path in self.files]
+            if others or not _have_one_type(schemas):
                 self._copies, self.read = _copy_typed(
                     tuple(self.files), tuple(map(tuple, self.stamps)), self.warehouse.home / "tmp",
                     tuple(sorted(self.warehouse.config.catalog.items())),
                 )  # fmt: skip
-            schemas = [self._schema_of(path) for path in self.read.values()]
+                schemas = [self._schema_of(path) for path in self.read.values()]
             return pa.unify_schemas(schemas, promote_options="permissive")
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
-
-    def _are_plain(self) -> bool:
-        """Tells whether the files can be read as they are: Parquet, with one type for each column."""
-        if any(form_of(Path(path), "auto") != "parquet" for path in self.files):
-            return False
-        kinds: dict[str, set[pa.DataType]] = {}
-        for path in self.files:
-            for field in self._schema_of(path):
-                kinds.setdefault(field.name, set()).add(field.type)
-        found = [kind for each in kinds.values() for kind in each]
-        return all(len(each - {pa.null()}) <= 1 for each in kinds.values()) and not any(map(_is_binary, found))
 
     def _check_stamps(self) -> None:
         changed = find_changed(self.files, self.stamps, self.warehouse.config.catalog)
@@ -192,6 +183,14 @@ def _stamp_of(path: str, properties: Mapping[str, str]) -> Stamp | None:
 def _parquet_file(opened: pa.NativeFile) -> pq.ParquetFile:
     """Opens a Parquet file. Old times of 96 bits have microseconds: nanoseconds end in the year 2262."""
     return pq.ParquetFile(opened, coerce_int96_timestamp_unit="us")
+
+
+def _have_one_type(schemas: Sequence[pa.Schema]) -> bool:
+    """Tells whether no column has two types in files, or bytes that may be text."""
+    kinds: dict[str, set[pa.DataType]] = {}
+    for field in (field for schema in schemas for field in schema):
+        kinds.setdefault(field.name, set()).add(field.type)
+    return all(len(each - {pa.null()}) <= 1 and not any(map(_is_binary, each)) for each in kinds.values())
 
 
 def _is_binary(kind: pa.DataType) -> bool:

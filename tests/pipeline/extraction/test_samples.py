@@ -303,6 +303,15 @@ def test_kinds_that_are_refused(ingest: Any, put: Any, warehouse: Warehouse, val
     assert warehouse.schema(warehouse.current("events")).names == ["user", "day", "label"]
 
 
+def test_truth_values_of_pandas_are_numbers_where_a_number_is_read(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("user,label,new,seen\n1,False,True,True\n2,True,,False\n3,True,False,\n")
+    ingest({"path": "rows.csv", "day": "2024-01-01"}, dense=["new"])
+    frame = stored()
+    assert frame["label"].tolist() == [0, 1, 1]
+    assert [None if pd.isna(one) else one for one in frame["new"]] == [1.0, None, 0.0]
+    assert [None if pd.isna(one) else one for one in frame["seen"]] == ["True", "False", None]
+
+
 def test_bytes_that_are_text_are_text(ingest: Any, stored: Any, put: Any) -> None:
     """Old writers mark no text as such: days, labels and ids, too."""
     put("rows.parquet", user=[b"a", "ü".encode(), None], label=[b"0", b"1", b"1"], at=[b"2024-01-01", b"2024-01-02", b"2024-01-02"])  # fmt: skip
