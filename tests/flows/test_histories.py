@@ -97,9 +97,9 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
     code, first, log = command(end_to_end, config, home=home)
     assert code == 0, log
     scores = []
-    code, _, log = command(score, config, "start=2025-03-04", home=home)
+    code, result, log = command(score, config, "start=2025-03-04", home=home)
     assert code == 0, log
-    scores.append(read_scores(home))
+    scores.append(read_scores(home, result["table"]))
 
     late = HISTORY | finished | {"last": 2, "delay_seconds": 86_400}
     describe(logs, "samples.parquet", "cut", histories=[late], windows=windows)
@@ -108,9 +108,9 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
     assert second["gate"]["champion"] == 1
     assert second["gate"]["champion_ne"] == first["eval"]["ne"], "the champion had the list of the other model"
     assert second["eval"]["ne"] != first["eval"]["ne"]
-    code, _, log = command(score, config, "start=2025-03-04", "version=1", "force=true", home=home)
+    code, result, log = command(score, config, "start=2025-03-04", "version=1", "force=true", home=home)
     assert code == 0, log
-    scores.append(read_scores(home))
+    scores.append(read_scores(home, result["table"]))
     assert scores[0] == scores[1]
 
     describe(logs, "samples.parquet", "cut", sparse=SAMPLES["features"]["sparse"][:1], windows=windows)
@@ -121,15 +121,15 @@ def test_a_model_reads_its_history_as_it_was_trained(logs, command, tmp_path):
     (record,) = home.glob(f"mlflow/**/{first['mlflow_run_id']}/**/record.json")
     record.unlink()
     describe(logs, "samples.parquet", "cut", histories=[late], windows=windows)
-    code, _, log = command(score, config, "start=2025-03-04", "version=1", "force=true", home=home)
+    code, result, log = command(score, config, "start=2025-03-04", "version=1", "force=true", home=home)
     assert code == 0, log
     assert "the record of version 1 cannot be read" in log
-    assert read_scores(home) != scores[0]
+    assert read_scores(home, result["table"]) != scores[0]
 
 
-def read_scores(home: Path) -> dict[str, list[Any]]:
+def read_scores(home: Path, table: str) -> dict[str, list[Any]]:
     warehouse = Warehouse(WarehouseConfig(), home / "warehouse")
-    return read_rows(warehouse, "cut_scores", ["probability"]).to_pydict()
+    return read_rows(warehouse, table, ["probability"]).to_pydict()
 
 
 @pytest.mark.nightly

@@ -258,7 +258,7 @@ def test_no_rows(served):
         ({"cat_user": [5, None, 2**60]}, "row 2, column 'cat_user': expected long, got 1.152921504606847e+18. A null in the column made it a float; send ids as [id]."),
         ({"cat_user": [1, 2, 2**64]}, "row 2, column 'cat_user': expected long, got 18446744073709551616. Correct the value, or leave it null."),
         ({"num_since": [None, 5, None]}, "row 1, column 'num_since': expected timestamp, got "),
-        ({"num_since": [None, "soon", None]}, "row 1, column 'num_since': expected timestamp, got 'soon'. Correct the value, or leave it null."),
+        ({"num_since": [None, "soon", None]}, "row 1, column 'num_since': expected timestamp, got 'soon'. Send ISO 8601 such as 2025-03-04T12:00:00Z, or a type with a unit such as Arrow's timestamp, or null."),
         ({"list_terms": [["a"], ["a", 1], None]}, "row 1, column 'list_terms': expected list<string>, got ['a', 1]. Correct the value, or leave it null."),
         ({"list_terms": ["a", None, None]}, "row 0, column 'list_terms': expected list<string>, got 'a'. Correct the value, or leave it null."),
         ({"list_terms": None}, "input: expected columns cat_city, cat_user, list_items, list_terms, num_share, num_since, got none named list_terms. Add them."),

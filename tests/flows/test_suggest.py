@@ -153,7 +153,8 @@ def test_a_suggested_config_trains_unchanged(copied, smoke, tmp_path):
     found = suggest(config=CONFIG)
     assert found["looked_at"] == "table smoke"
     uses = {row["column"]: row["use"] for row in found["columns"]}
-    assert all(uses[name] == "ignored" for name in ("impression_id", "session_id", "event_time", "true_probability"))
+    assert all(uses[name] == "ignored" for name in ("impression_id", "session_id", "true_probability"))
+    assert uses["event_time"] == "sparse", "the day column gives the hour"
     assert all(use == "sparse" for name, use in uses.items() if name.startswith(("cat_", "list_")))
     assert all(use == "dense" for name, use in uses.items() if name.startswith("num_"))
     result = train(config=found["config_path"])

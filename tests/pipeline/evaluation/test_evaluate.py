@@ -15,6 +15,7 @@ from pipeline.evaluation import plots
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import Evaluation, OrderedMerge, ScoredRows
 from pipeline.evaluation.metrics import base_entropy
+from pipeline.evaluation.ranked import RankedSums
 from pipeline.evaluation.sums import MOST_VALUES
 from tests.quality import evaluate, quality
 
@@ -65,7 +66,10 @@ ARRIVALS = [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3], [1, 0, 3, 2, 4], 
 def arrays(evaluation):
     sliced = evaluation.slices["country"]
     sums = [evaluation.model, evaluation.champion, evaluation.truth, evaluation.pairs, sliced.metrics, sliced.pairs]
-    return [array.tolist() for one in sums for array in vars(one).values()], sliced.members.codes
+    parts = [one for each in sums for one in vars(each).values()]
+    ranked = [array for one in parts if isinstance(one, RankedSums) for array in (one.cells, one.sums)]
+    others = [one for one in parts if not isinstance(one, RankedSums)]
+    return [array.tolist() for array in [*others, *ranked]], sliced.members.codes
 
 
 @pytest.mark.slow
