@@ -110,7 +110,7 @@ def _check_counts(rows: OpenSource, found: Sequence[Mapping[str, int]], properti
         if counted[address_of(read.read)] != expected:
             raise DataError(
                 f"file '{file.name}'", f"{expected} rows, as the file has", f"{counted[address_of(read.read)]}",
-                "Look for keys that a side table has twice.",
+                "Run it again once the file is complete: it may have changed meanwhile.",
             )  # fmt: skip
 
 

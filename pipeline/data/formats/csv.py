@@ -75,7 +75,7 @@ def rows_of_a_group(columns: int) -> int:
 def read_dialect(file: SourceFile, properties: Mapping[str, str]) -> Dialect | None:
     """Returns the delimiter and names of a CSV file, or None for a file without a line.
 
-    The delimiter is the one that gives both of the first two lines the same number of values, and most of them.
+    The delimiter is the one that gives the first line several values and the second as many, and most of them.
 
     Raises:
         DataError: If the names are no text in UTF-8, or two columns have one.
@@ -88,7 +88,8 @@ def read_dialect(file: SourceFile, properties: Mapping[str, str]) -> Dialect | N
     if "\0" in text:
         raise DataError(f"CSV file '{file.name}'", "text", "a byte 0", "Set source.format, or write it in UTF-8.")
     found = {delimiter: _first_lines(text, delimiter) for delimiter in DELIMITERS}
-    fitting = {mark: lines for mark, lines in found.items() if len({len(line) for line in lines}) == 1} or found
+    several = {mark: lines for mark, lines in found.items() if len(lines[0]) > 1} or found
+    fitting = {mark: lines for mark, lines in several.items() if len({len(line) for line in lines}) == 1} or several
     delimiter = max(fitting, key=lambda mark: len(fitting[mark][0]))
     if "\ufffd" in "".join(fitting[delimiter][0]):
         raise DataError(f"CSV file '{file.name}'", "names in UTF-8", "other bytes in line 1", "Write it in UTF-8.")

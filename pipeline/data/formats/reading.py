@@ -119,7 +119,8 @@ def _copy(
             rows = _copy_text(connection, file, form, copy, properties)
     found = pq.read_metadata(copy).num_rows if copy.exists() else 0
     if found != rows:
-        raise DataError(f"file '{file.name}'", f"{rows} rows, as its lines say", f"{found}", "Write the file again.")
+        remedy = "Run it again once the file is complete: it may have changed meanwhile."
+        raise DataError(f"file '{file.name}'", f"{rows} rows, as its lines say", f"{found}", remedy)
     return ReadableFile(file, form, copy, rows)
 
 

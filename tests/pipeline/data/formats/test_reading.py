@@ -51,6 +51,8 @@ def test_no_line_is_a_comment(tmp_path: Path, read: Read, first: str) -> None:
         ("a,b\n1,2\n3,4\na,b,c\n5,6,7\n", "line 4: Expected Number of Columns: 2 Found: 3"),
         ("a,b\n1,2\n3\n", "line 3: Expected Number of Columns: 2 Found: 1"),
         ('a,b\n1,2\n3,"x\n', "line 3: Value with unterminated quote found"),
+        ("a,b\n1,2,3\n", "line 2: Expected Number of Columns: 2 Found: 3"),
+        ("a;b,c\n1;2\n3\n", "line 3: Expected Number of Columns: 2 Found: 1"),
         ("a,a\n1,2\n", "'a' twice"),
         ("id,ID\n1,2\n", "'id' and 'ID'"),
     ],
