@@ -48,7 +48,7 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: P
     found = connection.sql(f"SELECT * FROM read_json({options}, sample_size=-1, map_inference_threshold=-1)")
     kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True)}
     raw = f"read_json({options}, columns={{{', '.join(_pair(name, 'JSON') for name in kinds)}}})"
-    doubtful = [name for name, kind in kinds.items() if kind == "JSON" or "DOUBLE" in kind]
+    doubtful = [name for name, kind in kinds.items() if kind in ("JSON", "DOUBLE", "DOUBLE[]")]
     casts = {name: cast for name in doubtful if (cast := _exact(connection, raw, name, kinds[name], where)) is not None}
     plain = {name: "VARCHAR" if kind in _TEXT else kind for name, kind in kinds.items()}
     columns = ", ".join(_pair(name, "JSON" if name in casts else kind) for name, kind in plain.items())

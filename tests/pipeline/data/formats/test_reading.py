@@ -188,6 +188,12 @@ def test_a_value_among_lists_is_a_list_of_one(tmp_path: Path, read: Read) -> Non
     assert read("a.jsonl") == {"x": [[1, 2, 3], [4], None, []], "s": [["a"], ["b"], None, []]}
 
 
+def test_numbers_in_objects_refuse_no_file(tmp_path: Path, read: Read) -> None:
+    """No feature reads them, and the ingest leaves them out."""
+    (tmp_path / "a.jsonl").write_text(f'{{"x": 1, "o": {{"id": {LARGE}, "p": 0.5}}}}\n')
+    assert read("a.jsonl")["x"] == [1]
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
