@@ -16,7 +16,7 @@ require_private(
 
 def add_stamp(loop: Any, stamp: str) -> None:
     """Lets the code of a loop on the disk be fresh only if a stamp is the same, beside time and size of its file."""
-    cache = getattr(loop, "_cache", None)  # a plain function, if numba is told to compile nothing
+    cache = getattr(loop, "_cache", None)  # without a compiler, a loop is a plain function
     if isinstance(cache, FunctionCache):
         file = cache._cache_file
         file._source_stamp = (file._source_stamp, stamp)

@@ -278,9 +278,8 @@ def _findings(
     for name in sorted({*new, *(name for before in past for name in before)} - {label}):
         if not _matches(name, config.skip):
             known = [before[name] for before in past if name in before and before[name]["present"]]
-            judged = any(fnmatch.fnmatchcase(name, pattern) for pattern in read)
             for rule, expected, got in _of_column(new.get(name), known, config, span):
-                if rule != "drift" or judged:
+                if rule != "drift" or _matches(name, read):
                     yield from finding(rule, expected, got, name)
 
 

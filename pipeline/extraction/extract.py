@@ -94,7 +94,7 @@ class DayRows(BaseModel, frozen=True):
     written: int
     quarantined: int
     left_out: int
-    """Negatives removed by downsampling, or rows without a label that are skipped."""
+    """Negatives removed by downsampling, rows without a label that are skipped, and repeated events."""
     open: bool = False
     """Whether labels may still change."""
 

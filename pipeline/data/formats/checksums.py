@@ -1,4 +1,4 @@
-"""Compares the pages of Parquet files with their checksums, which readers pass over unless they are told."""
+"""Compares the pages of Parquet files with their checksums. DuckDB does not look at them."""
 
 from collections.abc import Mapping
 

@@ -33,7 +33,10 @@ def test_a_flipped_bit_in_any_page_is_found(tmp_path: Path, options: dict[str, A
 
 
 def test_files_without_checksums_are_left_to_their_reader(tmp_path: Path) -> None:
-    pq.write_table(pa.table(ROWS), tmp_path / "a.parquet")
+    pq.write_table(pa.table(ROWS), tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    content[200] ^= 1  # in the first page's values
+    (tmp_path / "a.parquet").write_bytes(content)
     verify_pages(tmp_path / "a.parquet", {})
 
 
