@@ -7,13 +7,14 @@ import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlflow.tracking._tracking_service.utils as mlflow_client
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 from prefect.utilities.callables import get_call_parameters
 
@@ -24,9 +25,18 @@ from tests.sharing import once, session_folder
 
 
 @pytest.fixture(scope="session")
-def prefect() -> Iterator[None]:
-    """A temporary Prefect server."""
+def prefect() -> Iterator[str]:
+    """The address of a temporary Prefect server, which flows of tests that ask for it use."""
     with prefect_test_harness(server_startup_timeout=300):
+        yield str(PREFECT_API_URL.value())
+
+
+@pytest.fixture(autouse=True)
+def without_server(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Hides that server from other tests: whether this process has one depends on which tests it was given."""
+    with ExitStack() as stack:
+        if "prefect" not in request.fixturenames:
+            stack.enter_context(temporary_settings(restore_defaults={PREFECT_API_URL}))
         yield
 
 
@@ -92,7 +102,7 @@ def command(
 
 @pytest.fixture
 def prefect_command(
-    prefect: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    prefect: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     """The same with Prefect."""
 

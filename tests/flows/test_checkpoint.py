@@ -2,23 +2,19 @@
 
 import os
 import shutil
-import signal
 import sqlite3
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
-from prefect.settings import PREFECT_API_URL
 from safetensors.torch import load_file
 
 from flows.checkpoint import checkpoint
 from flows.train import train
 from pipeline.config import load
-from pipeline.config.files import ROOT
 from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.workspace import Workspace
+from tests.commands import killed, wait_for
 from tests.digest import hash_weights
 from tests.homes import CONFIG
 from tests.segments import left_since, segments
@@ -127,7 +123,7 @@ def listening(processes: list[psutil.Process]) -> set[int]:
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, command, home, tmp_path, monkeypatch):
+def test_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, command, home, tmp_path, monkeypatch, prefect):
     """Ranks, preprocessing workers and Prefect's temporary server end, with their ports and shared memory.
 
     The next flow is killed, too. MLflow has one run, and each step once.
@@ -139,20 +135,11 @@ def test_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, command, hom
     for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
         environment.pop(name, None)
     before = segments()
-    line = [sys.executable, "-m", "flows.train", *words]
-    with subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as flow:
-        try:
-            limit = time.monotonic() + 240
-            while not list((tmp_path / "home").glob("runs/*/checkpoints/step-*")):
-                assert flow.poll() is None
-                assert time.monotonic() < limit
-                time.sleep(0.05)
-            family = psutil.Process(flow.pid).children(recursive=True)
-            ports = listening(family)
-        finally:
-            flow.send_signal(signal.SIGKILL)
+    with killed("train", *words, environment=environment, log=tmp_path / "first.log") as flow:
+        runs = tmp_path / "home" / "runs"
+        wait_for(lambda: list(runs.glob("*/checkpoints/step-*")), flow, tmp_path / "first.log")
+        family = psutil.Process(flow.pid).children(recursive=True)
+        ports = listening(family)
     assert any(ports)
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, [process.cmdline() for process in alive]
@@ -161,18 +148,11 @@ def test_nothing_outlives_a_killed_flow_and_the_next_resumes(smoke, command, hom
         assert time.monotonic() < limit, found
         time.sleep(0.05)
     assert not list((tmp_path / "temporary").glob("dlrm-*"))
-    environment["PREFECT_API_URL"] = str(PREFECT_API_URL.value())  # the other flow needs no server of its own
-    with subprocess.Popen(
-        line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as flow:
-        try:
-            limit = time.monotonic() + 300
-            while stored(tmp_path / "home", "select value from tags where key = 'dlrm.pid'") != [(str(flow.pid),)]:
-                assert flow.poll() is None
-                assert time.monotonic() < limit
-                time.sleep(0.05)
-        finally:
-            flow.send_signal(signal.SIGKILL)
+    environment["PREFECT_API_URL"] = prefect  # the other flow needs no server of its own
+    with killed("train", *words, environment=environment, log=tmp_path / "second.log") as flow:
+        query = "select value from tags where key = 'dlrm.pid'"
+        pid = [(str(flow.pid),)]
+        wait_for(lambda: stored(tmp_path / "home", query) == pid, flow, tmp_path / "second.log")
     params = stored(tmp_path / "home", "select key, value from params order by key")
     monkeypatch.setenv(
         "MLFLOW_TRACKING_URI", ""

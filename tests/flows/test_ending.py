@@ -43,7 +43,7 @@ def found(run: str) -> FlowRun:
         return client.read_flow_run(UUID(run))
 
 
-def test_a_run_is_named_by_what_it_is_and_what_came_of_it(prefect: None) -> None:
+def test_a_run_is_named_by_what_it_is_and_what_came_of_it(prefect: str) -> None:
     gate = {"decision": "reject", "reason": "NE is higher."}
     result = {"status": "ok", "model": {"version": 7}, "gate": gate, "eval": {"ne": 0.86421}}
     assert (
@@ -57,13 +57,13 @@ def test_a_run_is_named_by_what_it_is_and_what_came_of_it(prefect: None) -> None
     assert found(runs[-1]).name == "train smoke"
 
 
-def test_a_secret_is_in_no_name(prefect: None) -> None:
+def test_a_secret_is_in_no_name(prefect: str) -> None:
     flow(lambda: None)(overrides={"registration.tracking_uri": "http://me:hunter2@host"})
     assert found(runs[-1]).name == "train smoke tracking_uri=********"
 
 
 def test_an_interrupt_cancels_the_task_and_the_flows_around_it(
-    prefect: None, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    prefect: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     holder: Any = SimpleNamespace(console=PrefectConsole(), config=load("configs/smoke.yaml"))
 
@@ -80,9 +80,7 @@ def test_an_interrupt_cancels_the_task_and_the_flows_around_it(
     assert not [line for line in caplog.messages if "Crash" in line or "Traceback" in line]
 
 
-def test_a_command_heeds_that_its_run_is_cancelled_at_the_server(
-    prefect: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_heeds_that_its_run_is_cancelled_at_the_server(prefect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "others_can_cancel", True)
     monkeypatch.setattr(ending, "SECONDS_BETWEEN_POLLS", 0.05)
     monkeypatch.setattr(ending, "cancelled", threading.Event())
@@ -100,7 +98,7 @@ def test_a_command_heeds_that_its_run_is_cancelled_at_the_server(
     assert found(runs[-1]).state_name == "Cancelled"
 
 
-def test_an_error_of_ours_is_a_sentence_in_the_log_of_the_run(prefect: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_ours_is_a_sentence_in_the_log_of_the_run(prefect: str, caplog: pytest.LogCaptureFixture) -> None:
     error = StorageError("table 'demo'", "a table of the warehouse", "none", "Ingest it first.")
 
     def fail() -> None:

@@ -17,7 +17,6 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from filelock import FileLock
-from prefect.settings import PREFECT_API_URL
 
 from flows.ingest import ingest
 from flows.preprocess import preprocess
@@ -374,10 +373,10 @@ def test_killed_workers_do_not_change_the_order(
 
 
 @pytest.mark.nightly
-def test_too_few_open_files_are_named(long_home: Path, prefect: None) -> None:
+def test_too_few_open_files_are_named(long_home: Path, prefect: str) -> None:
     """Each split in memory takes one. Here all 160 are shuffled together. The limit is one of a whole process."""
     outside = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
-    outside |= {"DLRM_HOME": str(long_home), "PREFECT_API_URL": str(PREFECT_API_URL.value())}
+    outside |= {"DLRM_HOME": str(long_home), "PREFECT_API_URL": prefect}
     words = [*LONG_WORDS, "preprocessing.shuffle_window_rows=100000"]
     done = subprocess.run(
         ["prlimit", "--nofile=100", sys.executable, "-m", "flows.preprocess", CONFIG, *words],

@@ -130,7 +130,7 @@ def _never(constant: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def served(prefect: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(prefect: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("served")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLRM_HOME", str(home))

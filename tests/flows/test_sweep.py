@@ -2,24 +2,20 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from prefect.settings import PREFECT_API_URL
 
 from flows.sweep import sweep
 from pipeline.config import load
-from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError, StorageError, TrainingError
 from pipeline.jobs.search import sweep as sweep_job
 from pipeline.jobs.search.trials import Search, SearchJob, StoppedEarly, Trials, pin_trial
 from pipeline.jobs.workspace import Workspace
 from pipeline.search.config import SweepConfig
 from pipeline.search.study import Draw, SearchStudy, TrialRecord
+from tests.commands import killed, wait_for
 from tests.homes import CONFIG, open_smoke
 
 RATE, STEPS = "training.table_learning_rate", "training.max_steps"
@@ -188,29 +184,13 @@ def expected(folder: Path, config: SweepConfig) -> list[dict]:
     return [dict(study.next().params) for _ in range(config.trials)]
 
 
-def command_of(home: Path, *words: str) -> subprocess.Popen:
-    environment = os.environ | {"DLRM_HOME": str(home), "PREFECT_API_URL": str(PREFECT_API_URL.value())}
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "flows.sweep", CONFIG, *words], cwd=ROOT, env=environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-
-
-def wait_for(found, process: subprocess.Popen) -> None:
-    limit = time.monotonic() + 400
-    while not found():
-        assert process.poll() is None, "it ended by itself"
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
 def ended(processes: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(processes, timeout=15)
     return not alive
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command, copied):
+def test_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command, copied, prefect):
     """The sweep is killed in its second trial, and the third fails. It agrees with an undisturbed sweep, two at a time."""
     settings = swept(seed=SEED)["sweep"]
     params = expected(copied, settings)
@@ -218,13 +198,10 @@ def test_a_killed_sweep_resumes_and_finds_the_same_best(smoke, command, copied):
     words = [f"{key}={value}" for key, value in LIGHT.items()] + ["training.checkpoint_every_steps=5"]
     words += [f"sweep={settings.model_dump_json(exclude_defaults=True)}"]
     sweeps = copied / "sweeps"
-    process = command_of(copied, *words)
-    try:
-        wait_for(lambda: list(sweeps.glob("*/trials/0001/checkpoints/step-*")), process)
+    environment, log = os.environ | {"PREFECT_API_URL": prefect}, copied / "sweep.log"
+    with killed("sweep", CONFIG, *words, environment=environment, log=log) as process:
+        wait_for(lambda: list(sweeps.glob("*/trials/0001/checkpoints/step-*")), process, log)
         family = psutil.Process(process.pid).children(recursive=True)
-    finally:
-        process.kill()
-        process.wait(30)
     assert ended(family)
     [folder] = sweeps.iterdir()
     tracker = open_smoke().tracking
