@@ -48,8 +48,8 @@ def run_folder(folder: Path) -> Iterator[Case]:
     run = folder / "runs" / "fuzz-0"
     run.mkdir(parents=True)
     job = TrainingJob(
-        identity="i", snapshot=spec.snapshot, folder=str(run), rows={"train": 40, "test": 40}, done=None,
-        data={"train": spec, "test": spec},
+        identity="i", snapshot=spec.snapshot, folder=str(run), done=None,
+        data=dict.fromkeys(("train", "test"), spec.model_copy(update={"rows": 40})),
     )  # fmt: skip
     record = Record(
         identity="i", snapshot=spec.snapshot, snapshot_tag="train-1", config={"name": "x"}, seeds={"seed": 1},

@@ -9,7 +9,6 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeInt
 
 from pipeline.config.files import ROOT
-from pipeline.data.config import Part
 from pipeline.errors import ConfigError, EmptyDatasetError
 from pipeline.evaluation import plots
 from pipeline.evaluation.metrics import format_interval
@@ -22,10 +21,9 @@ from pipeline.jobs.recurring.backtest_rank import BacktestSpec
 from pipeline.jobs.recurring.day import exclude_test_rows, require_hash_split
 from pipeline.jobs.search.trials import AGAIN, Search, SearchJob, open_search, pin_search
 from pipeline.jobs.training.identity import describe_joined, digest, semantics
-from pipeline.jobs.training.job import TrainingJob, open_run, resolve_dataset
+from pipeline.jobs.training.job import TrainingJob, count_parts, open_run, resolve_dataset
 from pipeline.jobs.training.train import make_rank_spec
 from pipeline.jobs.workspace import Workspace
-from pipeline.preprocessing.dataset import count_rows
 from pipeline.training.launch.processes import Event, Limits, run_ranks
 from pipeline.training.state.progress import LossSums
 from storage.artifacts import MADE_AGAIN, read_note, write_text
@@ -97,10 +95,9 @@ def pin_backtest(
         "judge": config.recurring.judge,
     }  # fmt: skip
     job = pin_search(workspace, "backtest", snapshot, {}, settings, force=False)
-    counts: dict[Part, int] = {"valid": count_rows(data["valid"], workspace.warehouse)} if "valid" in data else {}
+    counted = count_parts(data, workspace.warehouse, ["valid"])
     ranks = make_rank_spec(
-        workspace,
-        TrainingJob(identity=job.identity, snapshot=snapshot, folder=job.folder, rows=counts, data=data, done=None),
+        workspace, TrainingJob(identity=job.identity, snapshot=snapshot, folder=job.folder, data=counted, done=None)
     )
     whole_rows = ranks.preprocessing.model_copy(update={"on_corrupt": "fail"})  # nobody would hear of lost rows
     spec = BacktestSpec(

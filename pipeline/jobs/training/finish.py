@@ -27,7 +27,7 @@ from pipeline.jobs.training.evaluate import (
     train_baselines,
 )
 from pipeline.jobs.training.identity import name_test_rows
-from pipeline.jobs.training.job import ABOUT, TrainingJob, note_registered
+from pipeline.jobs.training.job import ABOUT, TrainingJob, count_parts, note_registered
 from pipeline.jobs.training.provenance import RECORD
 from pipeline.jobs.training.summary import (
     DATA,
@@ -278,6 +278,7 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     """
     assert job.done is not None
     version, run_id = job.done
+    job = job.model_copy(update={"data": count_parts(job.data, workspace.warehouse)})
     tracker, name, log = workspace.tracking, workspace.config.model_name, workspace.console.log
     log.info("%s version %s is the same training; its evaluation has other settings or rows now", name, version)
     features: tuple[FeatureImportance, ...] = ()

@@ -70,7 +70,6 @@ class TrainingJob(BaseModel, frozen=True):
     identity: str
     snapshot: SnapshotRef
     folder: str
-    rows: Mapping[Part, int]
     data: Mapping[Part, DataSpec]
     done: tuple[int, str] | None
     """(version, run id) of the finished model of this identity. None: there is none."""
@@ -86,6 +85,11 @@ class TrainingJob(BaseModel, frozen=True):
     """Whether the gate decides on another day, on rows that no model has seen."""
     earlier: tuple[Selection, ...] = ()
     """Rows that the continued training was trained on."""
+
+    @property
+    def rows(self) -> dict[Part, int]:
+        """Of each part. Empty if the training is done: nothing is counted for it."""
+        return {part: spec.rows for part, spec in self.data.items() if spec.rows is not None}
 
     @property
     def plan(self) -> Plan:
@@ -210,16 +214,13 @@ def make_job(
     """
     warehouse = workspace.warehouse
     snapshot, data = pinned_data
-    rows = {part: _count_part(spec, part, warehouse) for part, spec in data.items()}
-    data = {part: spec.model_copy(update={"rows": rows[part]}) for part, spec in data.items()}
     if done is None:
+        data = count_parts(data, warehouse)
         sort_sources(data["train"], warehouse, workspace.console.log.info)
         data = _fit_plan(data, folder, warehouse, plans)
     contents = warehouse.day_contents(snapshot)
     days = {f"{day}": contents[day] for part in LEARNED if part in data for day in data[part].selection.days}
-    return TrainingJob(
-        identity=identity, snapshot=snapshot, folder=str(folder), rows=rows, data=data, done=done, days=days
-    )
+    return TrainingJob(identity=identity, snapshot=snapshot, folder=str(folder), data=data, done=done, days=days)
 
 
 def resolve_dataset(
@@ -246,17 +247,27 @@ def prepare_rows(workspace: Workspace, snapshot_id: int | None) -> tuple[Snapsho
     """Returns the snapshot, the training rows with their fitted plan, and the number of these rows."""
     warehouse = workspace.warehouse
     snapshot, data = resolve_dataset(workspace, snapshot_id)
-    spec = data["train"]
-    rows = _count_part(spec, "train", warehouse)
+    spec = count_parts(data, warehouse, ["train"])["train"]
+    assert spec.rows is not None
     sort_sources(spec, warehouse, workspace.console.log.info)
-    return snapshot, spec.model_copy(update={"plan": fit_plan(spec, warehouse)}), rows
+    return snapshot, spec.model_copy(update={"plan": fit_plan(spec, warehouse)}), spec.rows
 
 
-def _count_part(spec: DataSpec, part: Part, warehouse: Warehouse) -> int:
-    rows = count_rows(spec, warehouse)
-    if rows == 0:
-        raise EmptyDatasetError(f"split, part '{part}'", "at least one row", "none", "Change split or filter.")
-    return rows
+def count_parts(
+    data: Mapping[Part, DataSpec], warehouse: Warehouse, parts: Collection[Part] = PARTS
+) -> dict[Part, DataSpec]:
+    """Returns a split with the number of rows of some parts.
+
+    Raises:
+        EmptyDatasetError: If one of them has none.
+    """
+    found = dict(data)
+    for part in [part for part in parts if part in found]:
+        rows = count_rows(found[part], warehouse)
+        if rows == 0:
+            raise EmptyDatasetError(f"split, part '{part}'", "at least one row", "none", "Change split or filter.")
+        found[part] = found[part].model_copy(update={"rows": rows})
+    return found
 
 
 def _build_plan(workspace: Workspace, snapshot: SnapshotRef, schema: pa.Schema) -> Plan:

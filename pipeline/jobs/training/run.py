@@ -52,7 +52,8 @@ def pin_job(workspace: Workspace, snapshot_id: int | None, force: bool) -> Train
     """Snapshot, split and fitted plan of a training. Safe to repeat: it only reads, and writes the plan once."""
     require_installed(workspace.config.evaluation.baselines)
     job = resolve_job(workspace, snapshot_id, force)
-    parts = (f"{part} {rows:,} rows of {len(job.data[part].selection.days)} days" for part, rows in job.rows.items())
+    counts = {part: f"{rows:,} rows of " for part, rows in job.rows.items()}
+    parts = (f"{part} {counts.get(part, '')}{len(spec.selection.days)} days" for part, spec in job.data.items())
     workspace.console.log.info("snapshot %s: %s", job.snapshot.snapshot_id, ", ".join(parts))
     warn_of_columns(job.data["train"], workspace.warehouse, workspace.console.log)
     return job
