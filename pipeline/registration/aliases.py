@@ -41,14 +41,17 @@ class Move(BaseModel, frozen=True):
 
 
 def find_holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | None:
-    """Returns the version with an alias. None: no version has it, or there is no such model."""
+    """Returns the version with an alias. None: no version has it, or there is no such model.
+
+    MLflow reads one version. Asked for the model, it would read all that the model has.
+    """
     try:
-        found = tracker.client.get_registered_model(name).aliases.get(alias)
+        return int(tracker.client.get_model_version_by_alias(name, alias).version)
     except MlflowException as error:
-        if not is_not_found(error):  # an unreachable MLflow does not mean that there is no champion
+        # An unreachable MLflow does not mean that there is no champion.
+        if not is_not_found(error) and f"alias {alias} not found" not in error.message:
             raise
         return None
-    return None if found is None else int(found)
 
 
 def choose_version(tracker: Tracker, name: str, version: int | None) -> tuple[int, str]:

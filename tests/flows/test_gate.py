@@ -14,7 +14,7 @@ from pipeline.config import load
 from pipeline.errors import RegistryError
 from pipeline.evaluation.gate import Verdict
 from pipeline.jobs.training import evaluate
-from pipeline.jobs.training.job import resolve_job
+from pipeline.jobs.training.job import count_parts, resolve_job
 from pipeline.jobs.training.provenance import RECORD, fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder, list_moves, move_alias
@@ -73,10 +73,15 @@ def test_a_person_promotes(copied, command):
     )  # fmt: skip
 
 
+def counted(workspace):
+    """A training that is done, with the number of its rows, as a new evaluation of it has."""
+    job = resolve_job(workspace, None, False)
+    return job.model_copy(update={"data": count_parts(job.data, workspace.warehouse)})
+
+
 def the_model(smoke, home):
     """The smoke run's job and the folder of its model."""
-    job = resolve_job(open_smoke(), None, False)
-    return job, home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model"
+    return counted(open_smoke()), home / "runs" / f"smoke-{smoke['identity'][:12]}-0" / "model"
 
 
 def test_a_champion_that_cannot_score_the_rows_stays_champion(smoke, home, copied, monkeypatch):
@@ -231,7 +236,7 @@ def test_no_champion_scores_for_a_model_that_is_judged_later(smoke, home, copied
 
 def test_leftovers_of_a_killed_attempt_are_not_counted(smoke, home, copied):
     config = load(CONFIG, {"evaluation.group_by": "cat_user"})
-    job, model = resolve_job(Workspace(config), None, False), the_model(smoke, home)[1]
+    job, model = counted(Workspace(config)), the_model(smoke, home)[1]
     groups = Path(job.folder) / "groups"
     groups.mkdir(parents=True)
     (groups / "torn.parquet").write_bytes(b"PAR1")

@@ -14,7 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlflow.exceptions import MlflowException
-from mlflow.protos.databricks_pb2 import RESOURCE_ALREADY_EXISTS, RESOURCE_DOES_NOT_EXIST, TEMPORARILY_UNAVAILABLE
+from mlflow.protos.databricks_pb2 import (
+    INVALID_PARAMETER_VALUE,
+    RESOURCE_ALREADY_EXISTS,
+    RESOURCE_DOES_NOT_EXIST,
+    TEMPORARILY_UNAVAILABLE,
+)
 from mlflow.store.entities import PagedList
 
 from tests.simulation.disk import Disk
@@ -146,6 +151,11 @@ class Server:
         if name not in self.models:
             raise MlflowException("no such model", RESOURCE_DOES_NOT_EXIST)
         return self.models[name]
+
+    def _get_model_version_by_alias(self, name: str, alias: str) -> Any:
+        if alias not in self._get_registered_model(name).aliases:
+            raise MlflowException(f"Registered model alias {alias} not found.", INVALID_PARAMETER_VALUE)
+        return self._get_model_version(name, self.models[name].aliases[alias])
 
     def _set_registered_model_tag(self, name: str, key: str, value: str) -> None:
         self._get_registered_model(name).tags[key] = value

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 from mlflow.exceptions import MlflowException
+from mlflow.store.model_registry.dbmodels.models import SqlModelVersion
+from sqlalchemy import event
 
 from pipeline.errors import RegistryError
 from pipeline.registration import aliases
@@ -211,13 +213,23 @@ def test_a_champion_whose_alias_is_gone_is_known(tracker, name):
     assert lost_champion(tracker, name) == 2
 
 
+def test_the_champion_is_found_without_the_other_versions(tracker, name):
+    """A server asks every few seconds, and a daily training leaves a version a day."""
+    move_alias(tracker, name, CHAMPION, 2, "gate", "")
+    loaded = []
+    event.listen(SqlModelVersion, "load", lambda row, _: loaded.append(row.version))
+    assert find_holder(tracker, name) == 2
+    assert set(loaded) == {2}
+
+
 def test_an_error_of_mlflow_does_not_mean_that_there_were_no_moves(tracker, name, monkeypatch):
-    def unreachable(name):
+    def unreachable(*_):
         raise MlflowException("API request failed: connection refused")
 
     for version in (1, 2):
         move_alias(tracker, name, CHAMPION, version, "gate", "")
-    monkeypatch.setattr(tracker.client, "get_registered_model", unreachable)
+    for call in ("get_registered_model", "get_model_version_by_alias"):
+        monkeypatch.setattr(tracker.client, call, unreachable)
     for asked in (list_moves, lost_champion, rollback):
         with pytest.raises(MlflowException, match="connection refused"):
             asked(tracker, name)
