@@ -1,7 +1,7 @@
 """Keeps tables small: expires old snapshots and deletes files that no snapshot references."""
 
 import datetime
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -185,6 +185,7 @@ def vacuum(
     older_than: datetime.timedelta,
     dry_run: bool = True,
     without: Collection[int] = (),
+    places: Mapping[str, str] | None = None,
 ) -> VacuumResult:
     """Deletes old files below the table's location that no snapshot references.
 
@@ -193,12 +194,13 @@ def vacuum(
 
     Args:
         without: Snapshots that count as expired in a dry run.
+        places: Of `table_locations`, if several tables are cleaned. None: they are looked up.
     Raises:
         StorageError: If the files cannot be listed, one of them is outside the table's location, or another table of
             the catalog shares that location.
     """
     table = warehouse.own(name)
-    _refuse_shared_location(warehouse, table)
+    _refuse_shared_location(table, table_locations(warehouse) if places is None else places)
     limit = datetime.datetime.now(datetime.UTC) - older_than
     found = list(_list_files(table))  # before the table is loaded, which then references what was committed meanwhile
     referenced = _referenced_paths(warehouse.table(name), without if dry_run else ())
@@ -213,20 +215,27 @@ def vacuum(
     return result
 
 
-def _refuse_shared_location(warehouse: Warehouse, table: Table) -> None:
+def table_locations(warehouse: Warehouse) -> dict[str, str]:
+    """Returns name -> location of all tables of the catalog. It loads each, which takes a request to most catalogs.
+
+    Raises:
+        StorageError: If the metadata of one is damaged, gone or of another format.
+    """
+    catalog = warehouse.catalog
+    names = (name for namespace in catalog.list_namespaces() for name in catalog.list_tables(namespace))
+    tables = (_load(warehouse, name) for name in names)
+    return {".".join(one.name()): f"{one.location().rstrip('/')}/" for one in tables if one is not None}
+
+
+def _refuse_shared_location(table: Table, places: Mapping[str, str]) -> None:
     """Refuses a shared location: a renamed table keeps its own, and a new table of the old name gets the same one."""
     place = f"{table.location().rstrip('/')}/"
-    for namespace in warehouse.catalog.list_namespaces():
-        for identifier in warehouse.catalog.list_tables(namespace):
-            other = _load(warehouse, identifier)
-            if other is None:
-                continue
-            there = f"{other.location().rstrip('/')}/"
-            if other.name() != table.name() and (there.startswith(place) or place.startswith(there)):
-                raise StorageError(
-                    f"location of table '{table.name()[-1]}'", "no files of other tables",
-                    f"those of '{'.'.join(other.name())}'", "Copy one of the two tables to a location of its own.",
-                )  # fmt: skip
+    for other, there in places.items():
+        if other != ".".join(table.name()) and (there.startswith(place) or place.startswith(there)):
+            raise StorageError(
+                f"location of table '{table.name()[-1]}'", "no files of other tables",
+                f"those of '{other}'", "Copy one of the two tables to a location of its own.",
+            )  # fmt: skip
 
 
 def _load(warehouse: Warehouse, identifier: tuple[str, ...]) -> Table | None:

@@ -27,7 +27,7 @@ from pipeline.registration.retention import (
 )
 from pipeline.registration.versions import IDENTITY
 from storage.artifacts import read_line, remove
-from storage.snapshot.maintenance import drop_tags, expire, find_expired, list_tags, vacuum
+from storage.snapshot.maintenance import drop_tags, expire, find_expired, list_tags, table_locations, vacuum
 
 SHOWN = 20
 """Most names of a kind in the result."""
@@ -239,6 +239,7 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
     with ExitStack() as locks:  # an ingest's files belong to no snapshot yet
         for table in sorted(tables):
             locks.enter_context(workspace.lock(workspace.lock_of(table)))
+        places = table_locations(warehouse)
         for name in names:
             old = [
                 tag for tag, made in list_tags(warehouse, name).items()
@@ -249,7 +250,7 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
                 drop_tags(warehouse, name, old)
             expired = find_expired(warehouse, name, age, old) if dry_run else set()
             snapshots += len(expired) if dry_run else expire(warehouse, name, age).snapshots
-            removed = vacuum(warehouse, name, max(age, longest_write), dry_run, expired)
+            removed = vacuum(warehouse, name, max(age, longest_write), dry_run, expired, places)
             files, size = files + removed.files, size + removed.bytes
     return [
         _summarize("tags of snapshots", tags),

@@ -188,6 +188,21 @@ def test_everything_that_is_not_kept_goes(home: Path) -> None:
     assert clean(workspace, dry_run=False)["status"] == "skipped"
 
 
+def test_a_table_of_others_is_opened_once_for_all_tables_that_are_cleaned(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A company's catalog has thousands, each a request."""
+    workspace = open_()
+    table = rows_of(datetime.date(2025, 1, 6), 1, user=[1])
+    for name in ("smoke", "smoke_scores", "theirs"):
+        write_days(workspace.warehouse, table, name=name)
+    catalog, opened = workspace.warehouse.catalog, list[str]()
+    load_table = catalog.load_table
+    monkeypatch.setattr(catalog, "load_table", lambda name: opened.append(name[-1]) or load_table(name))
+    clean(workspace, dry_run=False)
+    assert opened.count("theirs") == 1
+
+
 def test_columns_that_no_run_has_used_for_long_go(home: Path) -> None:
     workspace = open_()
     write_day(workspace, 1)
