@@ -25,16 +25,18 @@ def score(
     version: PositiveInt | None = None,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Scores each row of a range of days and writes the probabilities to the table NAME_scores.
+    """Scores the rows of days and writes the probabilities to the table NAME_scores.
 
-    A model with another name than the config has a table of its own, and so has each `version`: the result names it.
+    Without `start` and `end`, these are the days that have no scores yet or whose rows have changed: those that an
+    earlier champion has scored stay. A model with another name than the config has a table of its own, and so has each
+    `version`: the result names it.
 
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
-        start: First day; None: the first of the table.
-        end: Last day; None: the last of the table.
+        start: First day to have scores of this version; None: the first of the table.
+        end: Last day to have them; None: the last of the table.
         version: Version to score with; None: the champion.
-        force: Also scores days that this version has already scored.
+        force: Also scores days that have their scores.
     """
     return score_days(open_workspace(load(config, overrides)), start, end, version, force)

@@ -46,11 +46,13 @@ class ScoringWork(BaseModel, frozen=True):
     filter: str | None
     keep: tuple[str, ...]
     todo: Mapping[datetime.date, str]
-    """Day -> identity of its scores: the model, the day's rows, the filter and the kept columns."""
+    """Day -> identity of its scores: the day's rows with filter and kept columns, and the model."""
     rows: Mapping[datetime.date, int]
     """Rows of the days in `todo`."""
     done: tuple[datetime.date, ...]
     """Days that have their scores already, or no row to score."""
+    earlier: int
+    """How many of these have the scores of an earlier model."""
     joined: tuple[PinnedSource, ...] = ()
     """Feature sources of columns that the table does not have."""
 
@@ -76,6 +78,9 @@ def plan_scoring(
 ) -> ScoringWork:
     """Plans which days of a snapshot to score. Reads only metadata and the filter's columns.
 
+    A day without scores is due, and one whose rows, filter or kept columns have changed since. A day that an earlier
+    model has scored is due only if `start` or `end` ask for it: a new model would score the whole history each time.
+
     Args:
         model: Identity of the model.
         start: First day. None: the table's.
@@ -96,9 +101,11 @@ def plan_scoring(
     days = days_between(warehouse.day_rows(source), start, end, "days to score")
     present = warehouse.day_contents(source)
     shared, sides = [config.keep, row_filter], [contents_by_day(pinned, warehouse, source, days) for pinned in joined]
-    identities = {day: fingerprint([model, present[day], *shared, *(side[day] for side in sides)]) for day in days}
+    rows_of = {day: fingerprint([present[day], *shared, *(side[day] for side in sides)]) for day in days}
+    identities = {day: f"{rows_of[day]}-{fingerprint([model])}" for day in days}
+    same = identities if start or end else {day: f"{rows_of[day]}-" for day in days}
     stored = warehouse.written_days(table)
-    stale = [day for day in days if force or stored.get(day) != identities[day]]
+    stale = [day for day in days if force or not stored.get(day, "").startswith(same[day])]
     rows = _count_rows(warehouse, source, row_filter, {day: days[day] for day in stale}, joined)
     todo = {day: identities[day] for day in stale if rows[day] or day in stored}
     if not todo and not stored:
@@ -110,7 +117,8 @@ def plan_scoring(
         keep=config.keep,
         todo=todo,
         rows={day: rows[day] for day in todo},
-        done=tuple(day for day in days if day not in todo),
+        done=(done := tuple(day for day in days if day not in todo)),
+        earlier=sum(day in stored and stored[day] != identities[day] for day in done),
         joined=joined,
     )
 

@@ -77,6 +77,9 @@ def test_days_are_scored_once_for_each_champion_and_content(smoke, home, copied,
     assert (code, result["days"], result["rows"]) == (0, DAYS[1:2], 5_000), log
     number = another_champion()
     code, result, log = command(score, CONFIG, keep, home=copied)
+    assert (code, result["version"], result["days"]) == (0, number, []), log
+    assert "skipped: 4 days keep the scores of an earlier version; start=DAY scores from there" in log
+    code, result, log = command(score, CONFIG, keep, "start=2025-01-06", home=copied)
     assert (code, result["version"], result["days"]) == (0, number, DAYS), log
     assert set(everything("smoke_scores", ["model_version"])["model_version"].to_pylist()) == {number}
     code, result, log = command(score, CONFIG, keep, "version=1", "end=2025-01-06", home=copied)

@@ -33,6 +33,8 @@ class Scores(BaseModel, frozen=True):
     """Snapshot of the table of scores."""
     days: tuple[datetime.date, ...]
     skipped: tuple[datetime.date, ...]
+    earlier: int
+    """How many of these keep the scores of an earlier version."""
     rows: int
     rows_per_second: float | None
     mean_probability: float | None
@@ -46,7 +48,7 @@ def score_rows(
     version: int | None,
     force: bool,
 ) -> Scores:
-    """Scores the days of the newest snapshot that this version has not scored yet, or that have changed since.
+    """Scores the days of the newest snapshot that have no scores yet, or have changed since; see `plan_scoring`.
 
     Each model has a table of its own, and so has each version that is named: they would undo each other's work.
     Safe to repeat: a day is replaced as a whole, and finished days stay.
@@ -78,6 +80,7 @@ def score_rows(
         written=warehouse.current(work.table),
         days=tuple(work.todo),
         skipped=work.done,
+        earlier=work.earlier,
         rows=rows,
         rows_per_second=speed,
         mean_probability=mean,
@@ -91,18 +94,18 @@ def score_days(
 
     Args:
         version: None: the champion.
-        force: Also scores days that this version has already scored.
+        force: Also scores days that have their scores.
     """
     result = score_rows(workspace, start, end, version, force)
     log = workspace.console.log
     if result.days:
         log.info("%s scores are in table %s of the warehouse", f"{result.rows:,}", result.written.table)
-    if result.skipped:
-        log.info(
-            "skipped: %s days have scores of version %s and the same rows; force=true scores them again",
-            len(result.skipped),
-            result.version,
-        )
+    own = len(result.skipped) - result.earlier
+    if own:
+        text = "skipped: %s days have scores of version %s and the same rows; force=true scores them again"
+        log.info(text, own, result.version)
+    if result.earlier:
+        log.info("skipped: %s days keep the scores of an earlier version; start=DAY scores from there", result.earlier)
     return {
         "status": "ok" if result.days else "skipped",
         "model": workspace.config.model_name,

@@ -136,7 +136,9 @@ def test_finished_days_are_skipped_until_rows_model_columns_or_filter_change(war
     run(warehouse)
     assert (plan(warehouse).todo, plan(warehouse).done) == ({}, DAYS)
     assert tuple(plan(warehouse, force=True).todo) == DAYS
-    assert tuple(plan(warehouse, model="m 2").todo) == DAYS
+    assert (plan(warehouse, model="m 2").todo, plan(warehouse, model="m 2").earlier) == ({}, 3)
+    assert tuple(plan(warehouse, model="m 2", start=DAYS[1]).todo) == DAYS[1:]
+    assert tuple(plan(warehouse, model="m 2", end=DAYS[1]).todo) == DAYS[:2]
     assert tuple(plan(warehouse, ScoringConfig(keep=("user",))).todo) == DAYS
     assert tuple(plan(warehouse, row_filter="row > 3").todo) == DAYS
     put(warehouse, 1, offset=500)  # the same identity of the ingest, other rows
@@ -145,7 +147,7 @@ def test_finished_days_are_skipped_until_rows_model_columns_or_filter_change(war
     run(warehouse, scorer=scorer)
     assert scorer.rows == ROWS[1]
     assert stored(warehouse) == wanted(make_day(0), make_day(1, 500), make_day(2))
-    run(warehouse, model="m 2", version=2)
+    run(warehouse, model="m 2", version=2, start=DAYS[0])
     assert stored(warehouse) == wanted(make_day(0), make_day(1, 500), make_day(2), version=2)
 
 
