@@ -183,11 +183,18 @@ def count_refused(rows: OpenSource, days: Sequence[SourceDay]) -> dict[str, int]
 
 
 def days_condition(days: Sequence[SourceDay]) -> str:
-    """Returns the SQL condition that a row belongs to one of the days."""
-    if not days:
-        return "false"
-    dates = ", ".join(f"DATE '{day.day}'" for day in days)
-    return f"{DAY} IN ({dates})"
+    """Returns the SQL condition that a row belongs to one of the days.
+
+    DuckDB joins the rows with the values of a longer IN, and a join by several threads loses the order of rows.
+    """
+    spans: list[list[datetime.date]] = []
+    for day in sorted(one.day for one in days):
+        if spans and day == spans[-1][1] + datetime.timedelta(1):
+            spans[-1][1] = day
+        else:
+            spans.append([day, day])
+    tests = [f"{DAY} BETWEEN DATE '{first}' AND DATE '{last}'" for first, last in spans]
+    return f"({' OR '.join(tests) or 'false'})"
 
 
 def group_days(days: Iterable[SourceDay], rows: int) -> Iterator[list[SourceDay]]:

@@ -146,8 +146,8 @@ class Join:
         ]
         self.connection.execute(
             f"CREATE TABLE attributed AS SELECT {', '.join(['s.key', 's.shown', f'o.{self.time} AS happened', *extra])}"
-            f" FROM outcomes o LEFT JOIN (SELECT {KEY} AS key, {SHOWN} AS shown, {DAY} FROM {samples} WHERE {REASON} IS"
-            f" NULL) s ON s.key = o.{self.key} WHERE s.{DAY} IS NULL OR s.{days}"
+            f" FROM outcomes o LEFT JOIN (SELECT {KEY} AS key, {SHOWN} AS shown, {days} AS due FROM {samples} WHERE"
+            f" {REASON} IS NULL) s ON s.key = o.{self.key} WHERE s.due IS NOT false"
         )
         found = []
         for made in self.made.values():

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pyiceberg.expressions import EqualTo
 
@@ -225,6 +226,19 @@ def test_days_are_written_in_groups(ingest: Any, stored: Any, put: Any, warehous
     ingest(BY_DAY, rows_per_commit=25)
     assert len(warehouse.table("events").snapshots()) == 3  # 2 + 2 + 1 days
     assert stored()["user"].tolist() == list(range(50))
+
+
+def test_rows_of_many_days_keep_the_order_of_their_file(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    """Threads read row groups side by side."""
+    days = [DAY1 + datetime.timedelta(2 * (row % 7)) for row in range(400)]
+    rows = pa.table({"user": range(400), "label": [0, 1] * 200, "date": days})
+    for number in range(3):
+        pq.write_table(rows.slice(number), tmp_path / f"{number}.parquet", row_group_size=7)
+    for number in range(5):
+        ingest(BY_DAY, into=(home := Warehouse(WarehouseConfig(), tmp_path / f"home{number}")))
+        found = stored(into=home)
+        expected = [row for day in range(7) for number in range(3) for row in range(number, 400) if row % 7 == day]
+        assert found["user"].tolist() == expected
 
 
 def test_two_fresh_homes_hold_the_same_rows_in_the_same_order(ingest: Any, stored: Any, tmp_path: Path) -> None:
