@@ -495,9 +495,11 @@ def _cast_whole(name: str, item: str, lists: str, rounded: bool) -> str:
     column = quote(name)
     if rounded or (item.startswith("DECIMAL") and not item.endswith(",0)")):
         return f"CAST({column} AS DOUBLE{lists})"
-    if item == "UBIGINT":  # two's complement: an id keeps all its 64 bits
-        return f"list_transform({column}, lambda x: {_wrapped('x')})" if lists else _wrapped(column)
-    return _checked_id(name) if item == "HUGEINT" else f"CAST({column} AS BIGINT{lists})"
+    if item not in ("UBIGINT", "HUGEINT"):
+        return f"CAST({column} AS BIGINT{lists})"
+    value = "x" if lists else column
+    id_ = _wrapped(value) if item == "UBIGINT" else _checked_id(name, value)  # an id keeps all its 64 bits
+    return f"list_transform({column}, lambda x: {id_})" if lists else id_
 
 
 def _checked(name: str, test: str, kind: str) -> str:
@@ -524,13 +526,13 @@ def _wrapped(value: str) -> str:
     return f"CAST(CASE WHEN {value} > 9223372036854775807 THEN {shifted} ELSE {value} END AS BIGINT)"
 
 
-def _checked_id(name: str) -> str:
-    """SQL of whole numbers as ids of 64 bits. It fails at a number that is none, and names it."""
-    column, shown = quote(name), name.replace("'", "''")
-    fits = f"{column} IS NULL OR {column} BETWEEN 0 AND 18446744073709551615"
+def _checked_id(name: str, value: str) -> str:
+    """SQL of a whole number as an id of 64 bits. It fails at a number that is none, and names it."""
+    shown = name.replace("'", "''")
+    fits = f"{value} IS NULL OR {value} BETWEEN 0 AND 18446744073709551615"
     sentence = f"column ''{shown}'' holds ids beyond 63 bits, and "
-    refuse = f"error('{sentence}' || {column} || ', which is not between 0 and 2^64 - 1')"
-    return f"CASE WHEN {fits} THEN {_wrapped(column)} ELSE {refuse} END"
+    refuse = f"error('{sentence}' || {value} || ', which is not between 0 and 2^64 - 1')"
+    return f"CASE WHEN {fits} THEN {_wrapped(value)} ELSE {refuse} END"
 
 
 def count_rows(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> int:

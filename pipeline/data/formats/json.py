@@ -48,7 +48,7 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: P
     found = connection.sql(f"SELECT * FROM read_json({options}, sample_size=-1, map_inference_threshold=-1)")
     kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True)}
     raw = f"read_json({options}, columns={{{', '.join(_pair(name, 'JSON') for name in kinds)}}})"
-    doubtful = [name for name, kind in kinds.items() if kind in ("JSON", "DOUBLE", "DOUBLE[]")]
+    doubtful = [name for name, kind in kinds.items() if kind.removesuffix("[]") in ("JSON", "DOUBLE", "HUGEINT")]
     casts = {name: cast for name in doubtful if (cast := _exact(connection, raw, name, kinds[name], where)) is not None}
     plain = {name: "VARCHAR" if kind in _TEXT else kind for name, kind in kinds.items()}
     columns = ", ".join(_pair(name, "JSON" if name in casts else kind) for name, kind in plain.items())
@@ -69,6 +69,9 @@ def _pair(name: str, kind: str) -> str:
 def _exact(connection: "duckdb.DuckDBPyConnection", raw: str, name: str, kind: str, where: str) -> str | None:
     """Returns the SQL of a column in which DuckDB would round numbers or mix types. None: its own type is right."""
     column = quote(name)
+    if kind == "JSON[]":  # of no list with an item, or of items of several types
+        empty = connection.sql(f"SELECT max(json_array_length({column})) FROM {raw}").fetchall()[0][0] == 0
+        return f"CASE WHEN json_type({column}) <> 'NULL' THEN [] END" if empty else None
     if kind == "JSON":
         query = f"SELECT DISTINCT json_type({column}) FROM {raw} WHERE json_type({column}) <> 'NULL'"
         types = {one for (one,) in connection.sql(query).fetchall()}
@@ -82,6 +85,14 @@ def _exact(connection: "duckdb.DuckDBPyConnection", raw: str, name: str, kind: s
         structure = structure.replace('"JSON"', '"VARCHAR"')
         return f"CASE WHEN json_type({column}) <> 'NULL' THEN from_json({listed}, '{structure}') END"
     text = f"CAST({column} AS VARCHAR)"
+    if kind.startswith("HUGEINT"):  # Parquet has no such type, and DuckDB writes fractions
+        values = f"from_json({column}, '[\"HUGEINT\"]')" if kind.endswith("[]") else f"[TRY_CAST({text} AS HUGEINT)]"
+        least, most = connection.sql(f"SELECT min(list_min({values})), max(list_max({values})) FROM {raw}").fetchall()[
+            0
+        ]
+        if least < 0 or most >= 2**64:
+            raise _not_ids(name, where, most, least)
+        return f"CAST({values} AS UBIGINT[]){'' if kind.endswith('[]') else '[1]'}"
     query = (
         f"SELECT any_value({text}) FILTER (regexp_matches({text}, '{_LONG}')),"
         f" any_value({text}) FILTER (NOT regexp_full_match({text}, '{_WHOLE}')),"
@@ -93,8 +104,12 @@ def _exact(connection: "duckdb.DuckDBPyConnection", raw: str, name: str, kind: s
         return None
     if kind == "DOUBLE" and fraction is None and fits:
         return f"CAST(TRY_CAST({text} AS HUGEINT) AS UBIGINT)"
-    raise DataError(
-        f"column '{name}' of {where}", f"whole numbers of 64 bits, as {long} is", f"{fraction or 'larger ones'}",
+    raise _not_ids(name, where, long, fraction or "larger ones")
+
+
+def _not_ids(name: str, where: str, one: object, other: object) -> DataError:
+    return DataError(
+        f"column '{name}' of {where}", f"whole numbers of 64 bits, as {one} is", f"{other}",
         "Write ids as whole numbers or text.",
     )  # fmt: skip
 

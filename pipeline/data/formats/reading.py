@@ -162,8 +162,9 @@ def copy_typed(
         explained(f"files, first '{files[0].name}'", "Correct the files."),
     ):
         rows = read_files(connection, [read[file] for file in files])
-        wide = [quote(name) for name, kind in zip(rows.columns, rows.types, strict=True) if f"{kind}" == "HUGEINT"]
-        replaced = ", ".join(f"CAST({name} AS UBIGINT) AS {name}" for name in wide)
+        wide = {quote(name): f"{kind}" for name, kind in zip(rows.columns, rows.types, strict=True)}
+        wide = {name: kind.replace("HUGE", "UBIG") for name, kind in wide.items() if kind in ("HUGEINT", "HUGEINT[]")}
+        replaced = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in wide.items())
         rows = rows.select(f"* REPLACE ({replaced})") if wide else rows
         copies = [folder / f"{number}.parquet" for number in range(len(files))]
         for file, copy in zip(files, copies, strict=True):

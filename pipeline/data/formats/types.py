@@ -18,6 +18,8 @@ ROW = "file_row_number"
 """Column with a row's place in its file. Joins lose the order of rows. FILE and ROW restore it."""
 
 _TIME = r"[ T]([01]\d|2[0-3]):[0-5]\d(:[0-5]\d(\.\d+)?)?"
+FIRST_ROWS = 1_000
+"""Rows that most types are excluded by."""
 TESTS_AT_ONCE = 150
 """DuckDB's memory for a query grows with the square of its tests."""
 ISO_DATE = r"\d{4}-\d{2}-\d{2}"
@@ -56,11 +58,14 @@ def type_text(
     """
     tried = {name: _candidates(numbers, stored.get(name)) for name, numbers in columns.items()}
     tried = {name: kinds for name, kinds in tried.items() if kinds}
-    results = _test(rows.limit(1_000), [(name, kind) for name, kinds in tried.items() for kind in kinds])
-    tried = {name: [kind for kind in kinds if results[name, kind] is not False] for name, kinds in tried.items()}
+    if not tried:
+        return rows
+    first, seen = _test(rows.limit(FIRST_ROWS), [(name, kind) for name, kinds in tried.items() for kind in kinds])
+    tried = {name: [kind for kind in kinds if first[name, kind] is not False] for name, kinds in tried.items()}
     chosen: dict[str, str] = {}
     while tried := {name: kinds for name, kinds in tried.items() if kinds}:  # most need one look
-        results = _test(rows, [(name, kinds[0]) for name, kinds in tried.items()])
+        wanted = [(name, kinds[0]) for name, kinds in tried.items()]
+        results = first if seen < FIRST_ROWS else _test(rows, wanted)[0]
         for name, kinds in tried.items():
             passed = results[name, kinds[0]]
             if passed is None:
@@ -85,12 +90,14 @@ def _candidates(numbers: bool, stored: str | None) -> list[str]:
     return [*(["double"] if stored in _EXACT else []), *_NUMBERS, *_ISO]
 
 
-def _test(rows: duckdb.DuckDBPyRelation, tests: Sequence[tuple[str, str]]) -> dict[tuple[str, str], bool | None]:
-    """Returns (column, type) -> whether all values fit. None: there is no value."""
+def _test(
+    rows: duckdb.DuckDBPyRelation, tests: Sequence[tuple[str, str]]
+) -> tuple[dict[tuple[str, str], bool | None], int]:
+    """Returns (column, type) -> whether all values fit, and the number of rows. None: there is no value."""
     texts = [_fits(quote(name), kind) for name, kind in tests]
     parts = [", ".join(texts[at : at + TESTS_AT_ONCE]) for at in range(0, len(texts), TESTS_AT_ONCE)]
-    found = [one for part in parts for one in rows.aggregate(part).fetchall()[0]]
-    return dict(zip(tests, found, strict=True))
+    found = [rows.aggregate(f"{part}, count(*)").fetchall()[0] for part in parts]
+    return dict(zip(tests, (one for part in found for one in part[:-1]), strict=True)), found[0][-1]
 
 
 def _fits(column: str, kind: str) -> str:
@@ -148,16 +155,22 @@ def _common(
 ) -> list[str | None]:
     """Returns the SQL of a column in each group. None: it has the type, or no value."""
     column = quote(name)
+    given = kinds
+    if not all(kind == NOTHING or _is_whole(kind) or _is_fractional(kind) for kind in kinds):
+        kinds = [
+            kind if _has_value(group, column, kind) else _emptied(kind) for kind, group in zip(kinds, rows, strict=True)
+        ]
     listed = any(kind.endswith("[]") for kind in kinds)
     items = [kind.removesuffix("[]") for kind in kinds]
     found = {kind for kind in items if kind != NOTHING}
-    if any(kind.startswith(("STRUCT", "MAP", "UNION")) or kind.endswith("]") for kind in found):
-        return [None] * len(kinds)  # DuckDB's own rule, or nobody's
+    nothing = ["NULL" if kind == NOTHING != before else None for kind, before in zip(kinds, given, strict=True)]
+    if not found or any(kind.startswith(("STRUCT", "MAP", "UNION")) or kind.endswith("]") for kind in found):
+        return nothing  # DuckDB's own rule, or nobody's
     target = _target(name, items, found, where, rows, listed)
     casts: list[str | None] = []
-    for kind, item in zip(kinds, items, strict=True):
+    for kind, item, none in zip(kinds, items, nothing, strict=True):
         if kind == NOTHING:
-            casts.append(None)
+            casts.append(none)
             continue
         value = column if kind.endswith("[]") or not listed else f"[{column}]"
         wanted = f"{target}[]" if listed else target
@@ -252,6 +265,16 @@ def _number(
             "Write ids as whole numbers or text in all files.",
         )  # fmt: skip
     return "DOUBLE"
+
+
+def _has_value(rows: duckdb.DuckDBPyRelation, column: str, kind: str) -> bool:
+    """Tells whether a column has a value, or a list with an item."""
+    test = f"len({column}) > 0" if kind.endswith("[]") else f"{column} IS NOT NULL"
+    return kind != NOTHING and rows.filter(test).limit(1).select("1").fetchall() != []
+
+
+def _emptied(kind: str) -> str:
+    return f"{NOTHING}[]" if kind.endswith("[]") else NOTHING
 
 
 def _lists(rows: duckdb.DuckDBPyRelation, name: str) -> bool:

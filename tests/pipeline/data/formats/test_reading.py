@@ -1,5 +1,6 @@
 """Files as other programs write them: each row and value is read, or one sentence says why not."""
 
+import datetime
 import gzip
 import json
 from collections.abc import Callable
@@ -104,6 +105,7 @@ def test_text_of_a_table_stays_text(tmp_path: Path, read: Read) -> None:
 
 
 LARGE = 2**60 + 1
+DAY = datetime.date(2025, 1, 1)
 
 
 @pytest.mark.parametrize("form", ["parquet", "csv", "jsonl"])
@@ -154,6 +156,10 @@ def test_whole_numbers_stay_exact_whatever_another_file_says(
         (pa.array([True]), pa.array([3]), [1, 3]),
         (pa.nulls(1), pa.array([2**60]), [None, 2**60]),
         (pa.array([b"a"]), pa.array(["b"]), ["a", "b"]),
+        (pa.array([None], pa.string()), pa.array([[2**60]]), [None, [2**60]]),  # without a value it has no type
+        (pa.array([None], pa.float64()), pa.array([DAY]), [None, DAY]),
+        (pa.array([None], pa.string()), pa.array([b"\xff"]), [None, b"\xff"]),
+        (pa.array([[]], pa.list_(pa.string())), pa.array([[2**60]]), [[], [2**60]]),
     ],
 )
 def test_one_type_over_all_files(
@@ -188,6 +194,19 @@ def test_a_value_among_lists_is_a_list_of_one(tmp_path: Path, read: Read) -> Non
     assert read("a.jsonl") == {"x": [[1, 2, 3], [4], None, []], "s": [["a"], ["b"], None, []]}
 
 
+def test_ids_of_64_bits_and_lists_without_items_keep_their_values(tmp_path: Path, read: Read) -> None:
+    most = 2**64 - 1
+    (tmp_path / "a.jsonl").write_text(f'{{"x": {most}, "l": [{most}, 7], "e": []}}\n{{"x": 7, "l": null, "e": null}}\n')
+    (tmp_path / "b.jsonl").write_text(f'{{"e": [{LARGE}]}}\n')
+    found = {"x": [most, 7], "l": [[most, 7], None], "e": [[], None]}
+    assert read("a.jsonl") == found
+    assert read("a.jsonl", "b.jsonl") == {
+        "x": [most, 7, None], "l": [[most, 7], None, None], "e": [[], None, [LARGE]],
+    }  # fmt: skip
+    copies = copy_typed([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path)
+    assert pq.read_table(copies[0]).to_pydict() == found
+
+
 def test_numbers_in_objects_refuse_no_file(tmp_path: Path, read: Read) -> None:
     """No feature reads them, and the ingest leaves them out."""
     (tmp_path / "a.jsonl").write_text(f'{{"x": 1, "o": {{"id": {LARGE}, "p": 0.5}}}}\n')
@@ -202,6 +221,8 @@ def test_numbers_in_objects_refuse_no_file(tmp_path: Path, read: Read) -> None:
         ('{"x": 1}\n[1, 2]\n', "one object a line, got another value, the first of which is object 2"),
         (f'{{"x": {LARGE}}}\n{{"x": 0.5}}\n', f"whole numbers of 64 bits, as {LARGE} is, got 0.5"),
         (f'{{"x": [{LARGE}, 0.5]}}\n', "whole numbers of 64 bits"),
+        (f'{{"x": {2**64 - 1}}}\n{{"x": -5}}\n', f"whole numbers of 64 bits, as {2**64 - 1} is, got -5"),
+        (f'{{"x": [{2**64 - 1}, -5]}}\n', f"whole numbers of 64 bits, as {2**64 - 1} is, got -5"),
     ],
 )
 def test_objects_that_cannot_be_one_table_are_refused(tmp_path: Path, read: Read, lines: str, said: str) -> None:
