@@ -50,8 +50,11 @@ def copy_avro(file: SourceFile, copy: Path, properties: Mapping[str, str]) -> No
     with _explained(file), open_file(address_of(file), properties) as opened:
         rows: Any = reader(opened)
         written = parse_schema(rows.writer_schema)  # with full names: a file may leave their namespace out
-        if not isinstance(written, dict) or written["type"] != "record":
-            raise DataError(f"Avro file '{file.name}'", "records", "values of another type", "Name another file.")
+        if not isinstance(written, dict) or written["type"] != "record" or not written["fields"]:
+            other = (
+                "values of another type" if not isinstance(written, dict) or "fields" not in written else "no fields"
+            )
+            raise DataError(f"Avro file '{file.name}'", "records with fields", other, "Name another file.")
         schema = pa.schema(_fields(written, {}))
         with pq.ParquetWriter(copy, schema, compression="lz4") as out:
             while taken := list(itertools.islice(rows, ROWS_AT_ONCE)):
@@ -94,6 +97,9 @@ def _type(schema: Any, name: str, named: dict[str, pa.DataType]) -> pa.DataType:
     if isinstance(schema, list):
         return _union(schema, name, named)
     if not isinstance(schema, dict):
+        if schema not in PRIMITIVE and schema not in named:
+            inside = f"a record {schema} inside itself"
+            raise DataError(f"column '{name}' of Avro files", "values of one depth", inside, "Write it as a string.")
         return PRIMITIVE[schema] if schema in PRIMITIVE else named[schema]
     kind, logical = schema["type"], schema.get("logicalType")
     if logical == "decimal":

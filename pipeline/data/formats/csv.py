@@ -6,7 +6,7 @@ Nothing else is found out about a file but its delimiter: no line is a comment, 
 import csv
 import io
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -95,16 +95,20 @@ def read_dialect(file: SourceFile, properties: Mapping[str, str]) -> Dialect | N
         raise DataError(f"CSV file '{file.name}'", "names in UTF-8", "other bytes in line 1", "Write it in UTF-8.")
     names = [name or f"column{place}" for place, name in enumerate(fitting[delimiter][0])]
     refuse_like_names(f"CSV file '{file.name}'", names)
+    if len(names) == 1 and head.lstrip(b"\xef\xbb\xbf")[:1] in b"\r\n":  # a null, in a file of one column
+        raise DataError(f"CSV file '{file.name}'", "a name in the first line", "an empty line", "Remove that line.")
     return Dialect(delimiter, tuple(names))
 
 
 def _first_lines(text: str, delimiter: str) -> list[list[str]]:
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    try:
-        filled = (line for line in lines if line)
-        return [line for line, _ in zip(filled, range(2), strict=False)]
-    except csv.Error:  # a value longer than the module takes
-        return [[text.partition("\n")[0]]]
+    found: list[list[str]] = []
+    with suppress(csv.Error):  # a value longer than the module takes
+        for line in lines:
+            found += [line] if line else []
+            if len(found) == 2:
+                break
+    return found or [[text.partition("\n")[0]]]
 
 
 def refuse_like_names(where: str, names: "list[str] | tuple[str, ...]") -> None:
@@ -135,13 +139,16 @@ def open_plain(file: SourceFile, properties: Mapping[str, str]) -> "Iterator[pa.
 
 
 def count_csv(file: SourceFile, dialect: Dialect, properties: Mapping[str, str]) -> int:
-    """Counts the rows of a CSV file, by another parser than the one that copies it."""
-    first, *_ = dialect.names
+    """Counts the rows of a CSV file, by another parser than the one that copies it.
+
+    An empty line is a null if there is one column, and no row otherwise.
+    """
+    first, several = dialect.names[0], len(dialect.names) > 1
     with open_plain(file, properties) as stream:
         reader = pa_csv.open_csv(
             stream,
             pa_csv.ReadOptions(block_size=BLOCK_BYTES, column_names=list(dialect.names), skip_rows=0),
-            pa_csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True, ignore_empty_lines=True),
+            pa_csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True, ignore_empty_lines=several),
             pa_csv.ConvertOptions(include_columns=[first], column_types={first: pa.binary()}),
         )
         return sum(batch.num_rows for batch in reader) - 1

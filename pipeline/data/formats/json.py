@@ -45,6 +45,8 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: P
         raise DataError(where, "one object a line", f"another value, {_nth(odd[0][0])}", "Correct the file.")
     keys = connection.sql(f"SELECT DISTINCT unnest(json_keys(json)) FROM {objects}").fetchall()
     refuse_like_names(where, sorted(key for (key,) in keys))
+    if ("",) in keys:  # DuckDB then reads each object as one text
+        raise DataError(where, "keys that can be names", "an empty one", "Give it a name.")
     found = connection.sql(f"SELECT * FROM read_json({options}, sample_size=-1, map_inference_threshold=-1)")
     kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True)}
     raw = f"read_json({options}, columns={{{', '.join(_pair(name, 'JSON') for name in kinds)}}})"

@@ -304,8 +304,13 @@ def as_pattern(path: SourceFile) -> str:
 def first_line(error: Exception) -> str:
     """Returns the first line of an error. One of a CSV line also gets the reason."""
     lines = str(error).split("\n")
+    if "reached an invalid state" in lines[0]:
+        return "lines that end in several ways, such as \\r\\n and \\n"
     if "CSV Error" not in lines[0]:
         return lines[0].rstrip(". ")
-    reason = next((line for line in lines[1:] if line and not line.startswith("Original Line")), "")
+    fixes = next((number for number, line in enumerate(lines) if line.startswith("Possible fixes")), len(lines))
+    reason = next(
+        (line for line in reversed(lines[1:fixes]) if line), ""
+    )  # the line itself, which may be several, precedes it
     line = re.search(r"Line: \d+", lines[0])
     return f"{'an error' if line is None else line[0].lower().replace(':', '')}: {reason.rstrip('.')}"

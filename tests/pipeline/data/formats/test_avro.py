@@ -179,9 +179,20 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, ingest: Any, monkeypatch: 
         (tmp_path / "a.avro").write_bytes(content)
         with pytest.raises(DataError, match=r"Avro file 'a\.avro': expected readable rows, got .*Write the file again"):
             ingest(source)
+    inner = {"type": "record", "name": "item", "fields": [{"name": "next", "type": ["null", "item"]}]}
+    write(tmp_path / "a.avro", [{"user": 1, "tail": {"next": None}}], {"user": "long", "tail": inner})
+    with pytest.raises(
+        DataError, match=r"column 'next' of Avro files: .* got a record .*item inside itself\. Write it as"
+    ):
+        ingest(source)
+    write(tmp_path / "a.avro", [{}], {})
+    with pytest.raises(DataError, match=r"Avro file 'a\.avro': expected records with fields, got no fields"):
+        ingest(source)
     with (tmp_path / "a.avro").open("wb") as file:
         fastavro.writer(file, {"type": "long"}, [1, 2])
-    with pytest.raises(DataError, match=r"Avro file 'a\.avro': expected records, got values of another type"):
+    with pytest.raises(
+        DataError, match=r"Avro file 'a\.avro': expected records with fields, got values of another type"
+    ):
         ingest(source)
     monkeypatch.setitem(sys.modules, "fastavro", None)
     with pytest.raises(ConfigError, match=r"expected the package fastavro, got none. Run: make setup EXTRAS=avro"):

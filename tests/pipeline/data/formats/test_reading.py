@@ -56,6 +56,10 @@ def test_no_line_is_a_comment(tmp_path: Path, read: Read, first: str) -> None:
         ("a;b,c\n1;2\n3\n", "line 3: Expected Number of Columns: 2 Found: 1"),
         ("a,a\n1,2\n", "'a' twice"),
         ("id,ID\n1,2\n", "'id' and 'ID'"),
+        ("a,b\r\n1,2\n3,4\r\n5,6\n", "lines that end in several ways, such as \\r\\n and \\n"),
+        ('a,b\n"x,1\ny,2\n', "line 2: Value with unterminated quote found"),
+        ("a,b\n1,2\n\x1a", "line 3: Expected Number of Columns: 2 Found: 1"),
+        ("\na\n1\n", "a name in the first line, got an empty line"),
     ],
 )
 def test_lines_that_do_not_fit_are_named(tmp_path: Path, read: Read, text: str, said: str) -> None:
@@ -95,6 +99,28 @@ def test_text_becomes_a_number_only_where_nothing_is_lost(
         (tmp_path / f"{number}.csv").write_text(f"x,y\n{text},a\n,b\n")
     found = read(*(f"{number}.csv" for number in range(len(texts))))["x"]
     assert found == [one for value in expected for one in (value, None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a,b\n\n1,x\n\n\n3,y\n\n", {"a": [1, 3], "b": ["x", "y"]}),
+        ('a,b\n1,x\n3,"y"', {"a": [1, 3], "b": ["x", "y"]}),
+        ("a,b\r1,x\r3,y\r", {"a": [1, 3], "b": ["x", "y"]}),
+        ('a,b\n"1\n2",x\n"3\r\n4",y\n', {"a": ["1\n2", "3\r\n4"], "b": ["x", "y"]}),
+        ('a,b\n"say ""hi""",x\n"""",y\n', {"a": ['say "hi"', '"'], "b": ["x", "y"]}),
+        ('a,b\nx"y,x\nz"",y\n', {"a": ['x"y', 'z""'], "b": ["x", "y"]}),
+        ('a,b\n"c:\\d\\",x\n\\N,y\n', {"a": ["c:\\d\\", "\\N"], "b": ["x", "y"]}),
+        ("a;b\n1,5;x\n2,5;y\n", {"a": ["1,5", "2,5"], "b": ["x", "y"]}),
+        ('\ufeff"a","b"\n1,x\n3,y\n', {"a": [1, 3], "b": ["x", "y"]}),
+        pytest.param(f"a,b\n{'x' * 200_000},x\n", {"a": ["x" * 200_000], "b": ["x"]}, id="long"),
+        ("a\n1\n\n2\n\n", {"a": [1, None, 2, None]}),
+        ('"a\nx",b\n1,x\n', {"a\nx": [1], "b": ["x"]}),
+    ],
+)
+def test_odd_csv_is_read_as_it_says(tmp_path: Path, read: Read, text: str, expected: dict[str, list[Any]]) -> None:
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    assert read("a.csv") == expected
 
 
 def test_text_of_a_table_stays_text(tmp_path: Path, read: Read) -> None:
@@ -219,6 +245,7 @@ def test_numbers_in_objects_refuse_no_file(tmp_path: Path, read: Read) -> None:
         ('{"id": 1, "ID": 2}\n', "'ID' and 'id'"),
         ('{"user_id": 1}\n{"User_Id": 2}\n', "'User_Id' and 'user_id'"),
         ('{"x": 1}\n[1, 2]\n', "one object a line, got another value, the first of which is object 2"),
+        ('{"": 1, "x": 2}\n', "keys that can be names, got an empty one"),
         (f'{{"x": {LARGE}}}\n{{"x": 0.5}}\n', f"whole numbers of 64 bits, as {LARGE} is, got 0.5"),
         (f'{{"x": [{LARGE}, 0.5]}}\n', "whole numbers of 64 bits"),
         (f'{{"x": {2**64 - 1}}}\n{{"x": -5}}\n', f"whole numbers of 64 bits, as {2**64 - 1} is, got -5"),
