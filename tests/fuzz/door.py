@@ -1,54 +1,63 @@
-"""Tables that other programs write: what is read must be what was put in, or refused.
+"""Tables that other programs write, ingested and read as a training reads them: what was put in, or a refusal.
 
 Nothing here knows how a column's type is chosen. A value may change its type, and never what it says: numbers stay
-equal, no two texts become one, and a row is neither lost nor made.
+equal, no two texts become one, and a row is neither lost, nor made, nor moved.
+
+An ingest costs the same for one column as for thirty. So a case ingests several tables side by side, in files of
+their own: they share no column, and each is read as it would be alone.
 """
 
-import csv
 import datetime
-import gzip
-import io
-import json
+import re
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
-import duckdb
-import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.formats.files import SourceFile
-from pipeline.data.formats.reading import read_files, readable_files
-from pipeline.data.formats.types import FILE
+from pipeline.data.formats.files import stamp
+from pipeline.data.joined.raw import RawRows
 from pipeline.errors import ContractError
-from storage.query import connect
+from pipeline.extraction.config import IngestConfig, LabelColumns, SourceConfig
+from pipeline.extraction.extract import extract
+from pipeline.extraction.opening import SourceContext
+from pipeline.transforms.schema import FeatureSchema
+from storage.config import WarehouseConfig
+from storage.warehouse import Warehouse
 from tests.fuzz.harness import Case, require
+from tests.fuzz.writers import WRITERS, Table, can_write
 
+TABLES = 8
+"""Tables of a case."""
 ODD = (
-    "#1001", "# a", "//", "%x", ";", "|", "NA", "null", "NULL", "nan", "N/A", "None", "-", "yes", "no", "T", "F", "true",
-    "0x1A", "007", "1.10", "1.1", "1.9", "+5", "1e5", "12e4", "5e10", "1_000", "1,5", " 5", "5 ", ".5", "5.", "-0", "0.0",
-    "2024-1-5", "10:30", "a,b", 'say "hi"', "two\nlines", "tab\there", "ü€😀", "\\", "\\N", "'", "inf", "Infinity", "1.0",
+    ("#1001", "# a", "//", "%x", ";", "|", "--", "!"), ("NA", "null", "NULL", "nan", "N/A", "None", "-", "\\N", "#N/A"),
+    ("yes", "no"), ("T", "F"), ("t", "f"), ("true", "false"), ("TRUE", "0"), ("0x1A", "26"), ("007", "7"),
+    ("1.10", "1.1", "1.9"), ("+5", "5"), ("1e5", "100000"), ("12e4", "5e10"), ("1_000", "1000"), ("1,5", "2,5"),
+    (" 5", "5 ", "5"), (".5", "5."), ("-0", "0.0", "0"), ("2024-1-5", "2024-01-05"), ("10:30", "10:30:00"),
+    ("a,b", 'say "hi"', "two\nlines", "tab\there", "a;b"), ("ü€😀", "\\", "'", "é", "e\u0301"),
+    ("inf", "Infinity", "1.0"), ("12345678901234567890123", "1"), ("row", "day", "label"),
 )  # fmt: skip
-"""Texts that readers change, drop or take for something else."""
-Values = list[Any]
+"""Texts that readers change, drop or take for something else, together with those that they then equal."""
+Make = Callable[[], Any]
 
 
-def _ids(random: Random) -> Callable[[], Any]:
-    most = random.choice([9, 2**31, 2**53 - 1, 2**62, 2**63 - 1])
-    return lambda: random.randint(0, most)
+def _ids(random: Random) -> Make:
+    most = random.choice([9, 2**31, 2**53 - 1, 2**62, 2**63 - 1, 2**64 - 1])
+    near = random.random() < 0.5  # ids that lose their difference if they are rounded
+    return lambda: most - random.randint(0, 9) if near else random.randint(0, most)
 
 
-def _texts(random: Random) -> Callable[[], Any]:
-    chosen = random.sample(ODD, random.randint(1, 5))
+def _texts(random: Random) -> Make:
+    chosen = [one for group in random.sample(ODD, random.choice([1, 1, 2, 3])) for one in group]
     return lambda: random.choice(chosen)
 
 
-def _numerals(random: Random) -> Callable[[], Any]:
+def _numerals(random: Random) -> Make:
     places = random.choice([(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2, 17)])
     return lambda: (
         f"{random.randint(-50, 2000)}"
@@ -56,152 +65,229 @@ def _numerals(random: Random) -> Callable[[], Any]:
     )
 
 
-KINDS: dict[str, Callable[[Random], Callable[[], Any]]] = {
+def _times(random: Random) -> Make:
+    years = random.choice([(2024, 2025), (1700, 2200), (1, 9999)])
+    return lambda: datetime.datetime(random.randint(*years), random.randint(1, 12), 5, 23, 59, random.randint(0, 59))
+
+
+def _nested(random: Random) -> Make:
+    number = lambda: random.randint(0, 9)  # noqa: E731
+    return random.choice(
+        [lambda: {"a": number()}, lambda: {"": number()}, lambda: [[number()]], lambda: b"\xff%d" % number()]
+    )
+
+
+KINDS: dict[str, Callable[[Random], Make]] = {
     "id": _ids,
     "fraction": lambda random: lambda: random.randint(-1000, 1000) / 8,
     "whole": lambda random: lambda: float(random.randint(0, 2 ** random.choice([3, 20, 53]))),
     "text": _texts,
     "numeral": _numerals,
     "day": lambda random: lambda: f"{datetime.date(2024, 1, 1) + datetime.timedelta(random.randint(0, 400))}",
+    "time": _times,
     "list": lambda random: lambda: [random.randint(0, 2**62) for _ in range(random.randint(0, 3))],
+    "nested": _nested,
 }
 """Kind of a column -> what makes a value."""
+MIXED = ("id", "fraction", "whole", "text")
+"""Kinds that the files of a mixed column may have."""
+ANEW = ("id", "mixed")
+"""Kinds whose maker is chosen anew for each file."""
 
 
-def _write_csv(path: Path, columns: dict[str, Values], random: Random) -> None:
-    """As pandas, DuckDB or Python's module write it: text as it is, nothing for null."""
-    rows = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
-    buffer = io.StringIO()
-    end, mark = random.choice(["\n", "\r\n"]), random.choice(",;\t|")
-    if random.random() < 0.5:
-        rows.to_csv(buffer, index=False, sep=mark, lineterminator=end)
-    else:
-        quoting = random.choice([csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
-        writer = csv.writer(buffer, delimiter=mark, lineterminator=end, quoting=quoting)
-        writer.writerow(columns)
-        writer.writerows(["" if one is None else one for one in row] for row in zip(*columns.values(), strict=True))
-    content = buffer.getvalue().encode("utf-8-sig" if random.random() < 0.2 else "utf-8")
-    path.write_bytes(gzip.compress(content, 1) if path.suffix == ".gz" else content)
+class Written(NamedTuple):
+    """Tables as they were written."""
 
-
-def _write_json(path: Path, columns: dict[str, Values], random: Random) -> None:
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    bare = random.random() < 0.5
-    lines = [{name: one for name, one in row.items() if one is not None or not bare} for row in rows]
-    path.write_text("".join(json.dumps(line, ensure_ascii=random.random() < 0.5) + "\n" for line in lines))
-
-
-def _write_parquet(path: Path, columns: dict[str, Values], random: Random) -> None:
-    table = pa.table({name: _array(values, random) for name, values in columns.items()})
-    if random.random() < 0.3:
-        duckdb.from_arrow(table).write_parquet(str(path), compression=random.choice(["snappy", "zstd"]))
-    else:
-        pq.write_table(table, path, compression=random.choice(["snappy", "gzip", "none"]), row_group_size=7)
-
-
-def _array(values: Values, random: Random) -> pa.Array:
-    """Gives values one of the types that writers give them."""
-    some = [one for one in values if one is not None]
-    if some and all(isinstance(one, int) for one in some):
-        kinds = [pa.int64(), pa.uint64(), pa.decimal128(38, 0), pa.decimal128(38, 2)]
-        kinds += [pa.int32()] if max(some) < 2**31 else []
-        kinds += [pa.float64()] if max(some) <= 2**53 else []
-        kind = random.choice(kinds)
-        return pa.array(
-            [None if one is None else Decimal(one) if pa.types.is_decimal(kind) else one for one in values], kind
-        )
-    if some and all(isinstance(one, str) for one in some) and random.random() < 0.3:
-        return pa.array([None if one is None else one.encode() for one in values], pa.binary())
-    return pa.array(values)
-
-
-def _write_avro(path: Path, columns: dict[str, Values], random: Random) -> None:
-    import fastavro
-
-    kinds: dict[type, Any] = {int: "long", float: "double", str: "string", list: {"type": "array", "items": "long"}}
-    first = {name: next((one for one in values if one is not None), "") for name, values in columns.items()}
-    fields = [{"name": name, "type": ["null", kinds[type(first[name])]]} for name in columns]
-    schema = {"type": "record", "name": "row", "fields": fields}
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    with path.open("wb") as file:
-        fastavro.writer(file, fastavro.parse_schema(schema), rows, codec=random.choice(["null", "deflate"]))
-
-
-WRITERS: dict[str, Callable[[Path, dict[str, Values], Random], None]] = {
-    "csv": _write_csv,
-    "csv.gz": _write_csv,
-    "jsonl": _write_json,
-    "parquet": _write_parquet,
-    **({"avro": _write_avro} if find_spec("fastavro") else {}),
-}
+    kinds: dict[str, str]
+    """Column -> its kind."""
+    files: dict[Path, Table]
 
 
 @contextmanager
 def door(folder: Path) -> Iterator[Case]:
-    """Files of one table: of several formats, with other types and orders of columns, and columns that some lack."""
+    """Files of several tables: of all formats, with other types and orders of columns, and columns that some lack."""
+    warehouse, numbers = Warehouse(WarehouseConfig(), folder / "home"), iter(range(10**9))
 
     def case(random: Random) -> None:
         place = folder / "case"
         place.mkdir()
         try:
-            _play(random, place)
+            name = f"t{next(numbers)}"
+            if random.random() < 0.1:
+                _play_one(random, place, warehouse, name)
+            else:
+                _play(random, place, warehouse, name)
         finally:
-            for path in sorted(place.rglob("*"), reverse=True):
-                path.rmdir() if path.is_dir() else path.unlink()
-            place.rmdir()
+            shutil.rmtree(place)
+            for path in (folder / "home" / "dlrm").glob(f"{name}*"):
+                shutil.rmtree(path)
 
     yield case
 
 
-def _play(random: Random, place: Path) -> None:
-    kinds = {f"c{number}": random.choice([*KINDS, "mixed"]) for number in range(random.randint(1, 4))}
-    makers = {name: KINDS[kind](random) for name, kind in kinds.items() if kind != "mixed"}
-    files: list[SourceFile] = []
-    written: list[dict[str, Values]] = []
-    for number in range(random.randint(1, 3)):
-        form = random.choice([*WRITERS])
-        rows = random.choice([1, 2, 5, 30])
-        names = [name for name in kinds if random.random() < 0.9 and not (kinds[name] == "list" and "csv" in form)]
-        random.shuffle(names)
-        share = random.choice([0.0, 0.2])
-        own = {name: KINDS[random.choice(["id", "fraction", "whole"])](random) for name in kinds}
-        columns = {
-            name: [None if random.random() < share else makers.get(name, own[name])() for _ in range(rows)]
-            for name in names
-        }
-        columns["row"] = [f"r{number}-{one}" for one in range(rows)]
-        path = place / f"{number}.{form}"
-        WRITERS[form](path, columns, random)
-        files.append(path)
-        written.append(columns)
+def _play(random: Random, place: Path, warehouse: Warehouse, name: str) -> None:
+    """Tables whose columns have one kind each: none may be refused."""
+    tables = [_make(random, place, f"{number}", [*KINDS]) for number in range(TABLES)]
+    written = Written(
+        {name: kind for one in tables for name, kind in one.kinds.items()},
+        {path: table for one in tables for path, table in one.files.items()},
+    )
+    _hide(random, place)
     try:
-        found = _read(files, place / "home")
-    except ContractError:
-        require("mixed" in kinds.values(), "files whose columns have one kind each were refused")
-        raise
-    expected = {row: position for position, row in enumerate(one for columns in written for one in columns["row"])}
-    require(found["row"] == [*expected], "rows are lost, doubled or in another order")
-    for name in kinds:
-        values = [one for columns in written for one in columns.get(name, [None] * len(columns["row"]))]
-        if name not in found:
-            require(all(one in (None, []) for one in values), f"column {name} is gone")
-            continue
-        _compare(name, kinds[name], values, found[name])
+        found = _ingest(random, written, place, warehouse, name)
+        joined = _read_joined(random.choice(tables), warehouse)
+    except ContractError as error:
+        require(False, f"files whose columns have one kind each were refused: {error}")
+    _compare_all(written, found)
+    _compare_all(*joined)
 
 
-def _read(files: Sequence[SourceFile], home: Path) -> dict[str, Values]:
-    with (
-        readable_files(dict.fromkeys(files, "auto"), home, limits={"threads": 1}) as read,
-        connect([home, *(Path(f"{one.read}") for one in read.values())], home / "spill", threads=1) as connection,
-    ):
-        rows = read_files(connection, [read[file] for file in files])
-        found = dict(zip(rows.columns, zip(*rows.fetchall(), strict=True), strict=True))
-    return {name: [*values] for name, values in found.items() if name != FILE}
+def _play_one(random: Random, place: Path, warehouse: Warehouse, name: str) -> None:
+    """A table that may be refused, because files disagree about a column, or must be, because a file is damaged."""
+    written = _make(random, place, "0", ["mixed", *MIXED])
+    damaged = random.random() < 0.5 and _damage(random, next(iter(written.files)))
+    found = _ingest(random, written, place, warehouse, name)
+    require(not damaged, "a damaged file was read")
+    _compare_all(written, found)
 
 
-def _compare(name: str, kind: str, written: Values, found: Values) -> None:
+def _make(random: Random, place: Path, number: str, kinds: Sequence[str]) -> Written:
+    """Writes a table: one to three files in folders of their own, whose rows have a name, a day and a label."""
+    chosen = {f"c{number}_{one}": random.choice(kinds) for one in range(random.randint(1, 4))}
+    makers = {name: KINDS[kind](random) for name, kind in chosen.items() if kind not in ANEW}
+    files: dict[Path, Table] = {}
+    one = (random.choice([*WRITERS, "parquet"]), random.getrandbits(32)) if random.random() < 0.5 else None
+    for part in range(random.randint(1, 3)):
+        form, seed = one or (random.choice([*WRITERS]), random.getrandbits(32))
+        rows, share = random.choice([1, 2, 5, 30]), random.choice([0.0, 0.2])
+        table: Table = {}
+        for name in random.sample([*chosen], len(chosen)):
+            kind = chosen[name]
+            make = makers.get(name) or KINDS[random.choice(MIXED) if kind == "mixed" else kind](random)
+            values = [None if random.random() < share else make() for _ in range(rows)]
+            if random.random() < 0.9 and can_write(form, values):
+                table[name] = values
+        days = [f"2024-01-0{random.randint(1, 5)}" for _ in range(rows)]
+        own = {
+            "row": [f"r{number}-{part}-{one}" for one in range(rows)],
+            "day": days,
+            "label": [one % 2 for one in range(rows)],
+        }
+        table = {**table, **own} if random.random() < 0.5 else {**own, **table}
+        path = place / f"in{random.choice(['', '/deep', '/day=x'])}" / f"{number}-{part}.{form}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        WRITERS[form](path, table, Random(seed))  # one program writes all files, or several do
+        files[path] = table
+    return Written(chosen, files)
+
+
+def _hide(random: Random, place: Path) -> None:
+    """Adds a file that a running job has not finished."""
+    form, hidden = random.choice(["csv", "jsonl", "parquet"]), random.choice(["_temporary/a", "deep/.a", ".b/c", "_a"])
+    path = place / "in" / f"{hidden}.{form}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    WRITERS[form](path, {"row": ["hidden"], "day": ["2024-01-01"], "label": [1]}, random)
+
+
+def _damage(random: Random, path: Path) -> bool:
+    """Damages a file so that a reader must refuse it. Returns whether it did."""
+    if path.suffix == ".csv":
+        content = path.read_text(encoding="utf-8-sig")
+        header = content.splitlines()[0]
+        mark = next(one for one in header if one in ",;\t|")
+        path.write_text(f"{content}{header}{mark}more\n" + mark.join(["5"] * (header.count(mark) + 2)) + "\n")
+        return True
+    if path.suffix == ".parquet":
+        chunk = pq.ParquetFile(path).metadata
+        writer = f"{chunk.created_by}"
+        last = chunk.row_group(0).column(chunk.num_columns - 1)
+        if not writer.startswith("parquet-cpp") or last.total_compressed_size < 40:
+            return False
+        content = bytearray(path.read_bytes())
+        at = (last.dictionary_page_offset or last.data_page_offset) + last.total_compressed_size - 1
+        content[at] ^= 1 << random.randint(0, 7)
+        path.write_bytes(content)
+        return True
+    return False
+
+
+def _ingest(random: Random, written: Written, place: Path, warehouse: Warehouse, name: str) -> Table:
+    """Ingests all files, and reads the table as a training does. Returns column -> values, in the order of the files."""
+    source = SourceConfig.model_validate({"path": "in/**/*", "day_column": "day"})
+    context = SourceContext(source, _features(random, written), warehouse, name, place, place / "logs")
+    config = IngestConfig.model_validate({"checks": {"one_label": "off"}, "profile": random.random() < 0.1})
+    told: list[str] = []
+    result = extract(context, config, warn=told.append)
+    rows = sum(len(table["row"]) for table in written.files.values())
+    require(result.rows == rows and not result.quarantined, f"{result.rows} rows of {rows}, {result.quarantined}")
+    days = Counter(day for table in written.files.values() for day in table["day"])
+    require({f"{day}": one.written for day, one in result.by_day.items()} == days, "other days")
+    left = {name for name, kind in written.kinds.items() if kind == "nested"}
+    columns = warehouse.schema(result.snapshot).names
+    valued = {name for name in left for table in written.files.values() if any(table.get(name, ()))}
+    require(not valued & {*columns}, "columns that cannot be stored are there")
+    require(all(any(one in text for text in told) for one in valued), "columns are left out without a word")
+    reader = warehouse.reader(result.snapshot, columns)
+    parts = [reader.read(fragment) for fragment in reader.fragments()]
+    found: Table = {one: [value for part in parts for value in part[one].to_pylist()] for one in columns}
+    return found
+
+
+def _features(random: Random, written: Written) -> FeatureSchema | LabelColumns:
+    """Declares some columns as features: numbers as dense ones, ids and texts as sparse ones."""
+    there = {
+        name
+        for table in written.files.values()
+        for name, values in table.items()
+        if any(one not in (None, []) for one in values)
+    }
+    kinds = {name: kind for name, kind in written.kinds.items() if name in there and random.random() < 0.5}
+    dense = [name for name, kind in kinds.items() if kind in ("fraction", "whole")]
+    sparse = [name for name, kind in kinds.items() if kind in ("id", "text", "list", "day", "numeral")]
+    if not dense or not sparse:
+        return LabelColumns()
+    hashed = [{"kind": "sigrid_hash", "size": 100}]
+    declared = {
+        "dense": [{"columns": dense, "transforms": [{"kind": "fill_null"}]}],
+        "sparse": [{"columns": sparse, "transforms": hashed}],
+    }
+    return FeatureSchema.model_validate(declared)
+
+
+def _read_joined(written: Written, warehouse: Warehouse) -> tuple[Written, Table]:
+    """Reads a table as the files of a feature source."""
+    files = sorted(written.files)
+    rows = RawRows(warehouse, "joined", [f"{path}" for path in files], [stamp(path) for path in files])
+    names = [name for name in rows.raw.names if written.kinds.get(name) != "nested"]
+    batches = [*rows.batches(names)]
+    return written, {name: [one for batch in batches for one in batch[name].to_pylist()] for name in names}
+
+
+def _compare_all(written: Written, found: Table) -> None:
+    """Requires the rows and values that were written."""
+    tables = [written.files[path] for path in sorted(written.files)]
+    rows = [one for table in tables for one in table["row"]]
+    days = [one for table in tables for one in table["day"]]
+    require(sorted(found["row"]) == sorted(rows), "rows are lost or doubled")
+    expected = [row for _, row in sorted(zip(days, rows, strict=True), key=lambda pair: pair[0])]
+    require(found["row"] in (rows, expected), "rows are in another order")
+    place = {row: number for number, row in enumerate(found["row"])}
+    require(all(f"{found['day'][place[row]]}" == day for row, day in zip(rows, days, strict=True)), "other days")
+    for name, kind in written.kinds.items():
+        pairs = [
+            (one, found[name][place[row]] if name in found else None)
+            for table in tables
+            for row, one in zip(table["row"], table.get(name, [None] * len(table["row"])), strict=True)
+        ]
+        if kind != "nested":
+            _compare(name, kind, pairs, name in found)
+
+
+def _compare(name: str, kind: str, pairs: Sequence[tuple[Any, Any]], there: bool) -> None:
     """Requires that every value says what was written, and that different ones stay different."""
-    pairs = list(zip(written, found, strict=True))
+    if not there:
+        require(all(one in (None, [], "") for one, _ in pairs), f"column {name} is gone")
+        return
     for before, after in pairs:
         if before is None or before == "":
             require(after is None, f"{kind} {name}: null became {after!r}")
@@ -209,14 +295,16 @@ def _compare(name: str, kind: str, written: Values, found: Values) -> None:
         require(after is not None, f"{kind} {name}: {before!r} became null")
         require(_says_the_same(before, after), f"{kind} {name}: {before!r} became {after!r}")
     if kind in ("text", "numeral", "id"):
-        before = {f"{one}" for one in written if one is not None and one != ""}
-        after = {f"{one!r}" for one in found if one is not None}
+        before = {re.sub(r"^-(?=0$)|\.0+$", "", f"{one}") for one, _ in pairs if one is not None and one != ""}
+        after = {f"{one!r}" for _, one in pairs if one is not None}
         require(len(after) >= len(before), f"{kind} {name}: {len(before)} values became {len(after)}")
 
 
 def _says_the_same(before: Any, after: Any) -> bool:
-    if isinstance(before, list):
-        return [*after] == before
+    if isinstance(before, list):  # a column of single values alone stays one of them
+        return (after if isinstance(after, list) else [after]) == before
+    if isinstance(before, datetime.datetime):
+        return before == (datetime.datetime.fromisoformat(after) if isinstance(after, str) else after)
     if isinstance(before, str):
         if isinstance(after, str):
             return before == after
@@ -225,4 +313,6 @@ def _says_the_same(before: Any, after: Any) -> bool:
         return not isinstance(after, bool) and float(before) == float(after) and Decimal(before) == Decimal(f"{after}")
     if isinstance(after, str):
         return Decimal(after) == Decimal(f"{before}")
+    if isinstance(before, int) and before >= 2**63 and isinstance(after, int) and after < 0:
+        after += 2**64  # an id keeps its 64 bits
     return not isinstance(after, bool) and Decimal(f"{before}") == Decimal(f"{after}")

@@ -8,6 +8,7 @@ from tests.fuzz.harness import play_many
 from tests.fuzz.inputs import INPUTS
 
 CASES = {
+    "door": 2,
     "avro": 15,
     "csv": 12,
     "ingest": 4,
