@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,16 @@ SMALLEST_NE = 0.0001
 """A lower NE is not compared as a share."""
 MOST_ITERATIONS = 200
 """Of the logistic regression."""
+FOLDS = 5
+"""Parts of the training rows whose ids are known from the other parts."""
+MOST_FOLDS = 16
+"""The same, where each knows only earlier ones."""
+PRIOR_ROWS = 10.0
+"""So many rows with the mean label are added to those of each id."""
+FIRST_TREES, MOST_TREES = 20, 2_000
+"""Trees of boosting: those by which the time of one is measured, and the most."""
+MOST_SECONDS = 60.0
+"""Time for them, about."""
 NAMES: dict[BaselineName, str] = {
     "rate": "the mean rate",
     "logistic": "logistic regression",
@@ -51,37 +62,48 @@ class Examples:
 
     Shapes:
         dense: float32 [N, D]. ids: int64 [N, F], the first id of each list or -1. labels: float64 [N]. weights:
-        float64 [N]; None: 1 for all.
+        float64 [N]; None: 1 for all. days: int64 [N], where test rows are later than training rows; None elsewhere.
     """
 
     dense: np.ndarray
     ids: np.ndarray
     labels: Floats
     weights: Floats | None = None
+    days: np.ndarray | None = None
 
     @staticmethod
-    def of(dense: np.ndarray, sparse: Sequence[Column], labels: Floats, weights: Floats | None) -> "Examples":
+    def of(
+        dense: np.ndarray, sparse: Sequence[Column], labels: Floats, weights: Floats | None, day: int | None = None
+    ) -> "Examples":
         """Returns rows of a plan."""
         ids = np.full((len(dense), len(sparse)), -1, np.int64)
         for number, column in enumerate(sparse):
             assert column.offsets is not None
             starts, held = column.offsets[:-1], np.diff(column.offsets) > 0
             ids[held, number] = column.values[starts[held]]
-        return Examples(dense, ids, labels, weights)
+        return Examples(dense, ids, labels, weights, None if day is None else np.full(len(dense), day))
 
     @staticmethod
     def concatenate(parts: Sequence["Examples"]) -> "Examples":
         """Returns the rows of all parts."""
-        weights = None if parts[0].weights is None else np.concatenate([one.weights for one in parts])
+        weights, days = (
+            None if getattr(parts[0], name) is None else np.concatenate([getattr(one, name) for one in parts])
+            for name in ("weights", "days")
+        )
         return Examples(
             np.concatenate([one.dense for one in parts]),
             np.concatenate([one.ids for one in parts]),
             np.concatenate([one.labels for one in parts]),
             weights,
+            days,
         )
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+Predict = Callable[[Examples], Floats]
+"""Rows -> the probability of label 1 of each."""
 
 
 def sample_step(rows: int, features: int) -> int:
@@ -95,20 +117,25 @@ def sample_step(rows: int, features: int) -> int:
 
 
 def compare_baselines(
-    names: Sequence[BaselineName], train: Examples, test: Callable[[], Iterable[Examples]], seed: int
+    names: Sequence[BaselineName],
+    train: Examples,
+    test: Callable[[], Iterable[Examples]],
+    seed: int,
+    valid: Examples | None = None,
 ) -> list[Baseline]:
     """Trains simple models and evaluates them.
 
     Args:
         train: Training rows, in memory.
         test: Reads the evaluation rows part by part.
+        valid: Rows by which a fit decides when to stop. None: it takes some of the training rows.
     """
-    fitted: list[tuple[BaselineName, Callable[[Examples], Floats], float, bool]] = []
+    fitted: list[tuple[BaselineName, Predict, float, bool]] = []
     for name in names:
         began = time.monotonic()
         with warnings.catch_warnings(record=True) as said:  # a page of advice to those who fit by hand
             warnings.simplefilter("always")
-            predict = FITS[name](train, seed)
+            predict = FITS[name](train, seed, valid)
         limits = [one for one in said if one.category.__name__ == "ConvergenceWarning"]
         fitted.append((name, predict, time.monotonic() - began, not limits))
         for one in said:
@@ -156,59 +183,148 @@ def loses(quality: Quality, baselines: Sequence[Baseline]) -> bool:
     return any(one.ne is not None and quality.ne is not None and one.ne <= quality.ne for one in baselines)
 
 
-def _fit_rate(train: Examples, seed: int) -> Callable[[Examples], Floats]:
+def _fit_rate(train: Examples, seed: int, valid: Examples | None) -> Predict:
     rate = float(np.average(train.labels, weights=train.weights))
     return lambda rows: np.full(len(rows), rate)
 
 
-def _fit_logistic(train: Examples, seed: int) -> Callable[[Examples], Floats]:
-    """Numbers as they are, each id as a column of its own."""
+def _fit_logistic(train: Examples, seed: int, valid: Examples | None) -> Predict:
+    """Numbers on one scale, each id as a column of its own."""
     from scipy.sparse import csr_matrix, hstack
     from sklearn.linear_model import LogisticRegression
     from sklearn.preprocessing import OneHotEncoder
 
     encoder = OneHotEncoder(handle_unknown="ignore", dtype=np.float32).fit(train.ids)
 
+    mean, deviation = train.dense.mean(axis=0), train.dense.std(axis=0)
+    scale = np.where(deviation > 0.0, deviation, 1.0)
+
     def features(rows: Examples) -> Any:
-        return hstack([csr_matrix(rows.dense), encoder.transform(rows.ids)], format="csr")
+        return hstack([csr_matrix((rows.dense - mean) / scale), encoder.transform(rows.ids)], format="csr")
 
     model = LogisticRegression(C=1.0, max_iter=MOST_ITERATIONS)
     model.fit(features(train), train.labels, sample_weight=train.weights)
     return lambda rows: model.predict_proba(features(rows))[:, 1]
 
 
-def _fit_boosting(train: Examples, seed: int) -> Callable[[Examples], Floats]:
-    """Numbers as they are, few ids as categories, many as the mean label of their other training rows."""
+@dataclass(frozen=True, eq=False)
+class KnownIds:
+    """What the training rows say of each id of a feature.
+
+    Shapes:
+        ids: int64 [K], in order. codes: int64 [N], the place of each training row's id. rows, hits: float64 [K],
+        weights of all rows and of those with label 1.
+    """
+
+    ids: np.ndarray
+    codes: np.ndarray
+    rows: Floats
+    hits: Floats
+    rate: float
+    """Mean label of all training rows."""
+
+    @staticmethod
+    def count(ids: np.ndarray, labels: Floats, weights: Floats | None) -> "KnownIds":
+        """Counts the ids of training rows."""
+        distinct, codes = np.unique(ids, return_inverse=True)
+        own = np.ones(len(labels)) if weights is None else weights
+        rows, hits = np.bincount(codes, own), np.bincount(codes, own * labels)
+        return KnownIds(distinct, codes, rows, hits, float(hits.sum() / rows.sum()))
+
+    def of(self, ids: np.ndarray) -> np.ndarray:
+        """Returns what is known of the ids of other rows: float64 [N, 3], code, rows and mean label."""
+        found = _find(self.ids, ids)
+        rows, hits = (np.where(found < 0, 0.0, values[found]) for values in (self.rows, self.hits))
+        return self._columns(np.where(found < 0, np.nan, found), rows, hits)
+
+    def others(self, labels: Floats, weights: Floats | None, folds: np.ndarray, past: bool) -> np.ndarray:
+        """Returns the same for the training rows, of rows of other folds.
+
+        Args:
+            folds: int64 [N], the fold of each row.
+            past: Of earlier folds alone.
+        """
+        count = int(folds.max()) + 1
+        cell, shape = self.codes * count + folds, (len(self.ids), count)
+        own = np.ones(len(labels)) if weights is None else weights
+        known = []
+        for values, of_all in ((own, self.rows), (own * labels, self.hits)):
+            cells = np.bincount(cell, values, shape[0] * shape[1]).reshape(shape)
+            left = np.cumsum(cells, axis=1) - cells if past else of_all[:, None] - cells
+            known.append(left.ravel()[cell])
+        return self._columns(self.codes, *known)
+
+    def _columns(self, codes: np.ndarray, rows: Floats, hits: Floats) -> np.ndarray:
+        return np.stack([codes, rows, (hits + PRIOR_ROWS * self.rate) / (rows + PRIOR_ROWS)], axis=1)
+
+
+def _find(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Returns where each wanted value is in an ordered array, or -1."""
+    place = np.minimum(np.searchsorted(values, wanted), len(values) - 1)
+    return np.where(values[place] == wanted, place, -1)
+
+
+def _folds(train: Examples, seed: int) -> tuple[np.ndarray, bool]:
+    """Returns the fold of each training row, int64 [N], and whether a fold may know only earlier ones.
+
+    Where later rows test, folds are days in order, joined to at most `MOST_FOLDS`. Otherwise they are random.
+    """
+    if train.days is None or len(np.unique(train.days)) < FOLDS:
+        return np.random.default_rng([seed, FOLDS]).integers(0, FOLDS, len(train)), False
+    _, ranks, rows = np.unique(train.days, return_inverse=True, return_counts=True)
+    before = np.cumsum(rows) - rows
+    return (before * MOST_FOLDS // len(train))[ranks], True
+
+
+def _fit_boosting(train: Examples, seed: int, valid: Examples | None) -> Predict:
+    """Numbers as they are, few ids as categories, many by their code, their rows and their mean label.
+
+    The validation rows, or else a tenth of the training rows, decide when it stops.
+
+    Raises:
+        ConvergenceWarning: As a warning, if the time or the trees ran out before.
+    """
     from sklearn.ensemble import HistGradientBoostingClassifier
-    from sklearn.model_selection import StratifiedKFold
-    from sklearn.preprocessing import OrdinalEncoder, TargetEncoder
+    from sklearn.exceptions import ConvergenceWarning
 
-    many = [number for number in range(train.ids.shape[1]) if len(np.unique(train.ids[:, number])) > FEW_IDS]
-    few = [number for number in range(train.ids.shape[1]) if number not in many]
-    folds = StratifiedKFold(5, shuffle=True, random_state=seed)
-    means = TargetEncoder(target_type="binary", cv=folds) if many else None
-    codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1) if few else None
+    counted = [KnownIds.count(column, train.labels, train.weights) for column in train.ids.T]
+    order = sorted(range(len(counted)), key=lambda number: len(counted[number].ids) <= FEW_IDS)  # categories are last
+    known = [counted[number] for number in order]
+    few = sum(len(one.ids) <= FEW_IDS for one in known)
+    folds, past = _folds(train, seed)
 
-    def features(rows: Examples, fit: bool) -> np.ndarray:
-        parts = [rows.dense]
-        if means is not None:
-            ids = rows.ids[:, many]
-            parts.append(means.fit_transform(ids, rows.labels) if fit else means.transform(ids))
-        if codes is not None:
-            ids = rows.ids[:, few]
-            parts.append(codes.fit_transform(ids) if fit else codes.transform(ids))
-        return np.concatenate(parts, axis=1, dtype=np.float32)
+    def join(rows: Examples, told: Iterable[np.ndarray]) -> np.ndarray:
+        parts = [part if len(one.ids) > FEW_IDS else part[:, :1] for one, part in zip(known, told, strict=True)]
+        return np.concatenate([rows.dense, *parts], axis=1, dtype=np.float32)
 
-    columns = features(train, fit=True)
+    def features(rows: Examples) -> np.ndarray:
+        return join(rows, (one.of(rows.ids[:, number]) for one, number in zip(known, order, strict=True)))
+
+    columns = join(train, (one.others(train.labels, train.weights, folds, past) for one in known))
+    more: dict[str, Any] = {}
+    if valid is not None and 0.0 < valid.labels.mean() < 1.0:
+        more = {"X_val": features(valid), "y_val": valid.labels, "sample_weight_val": valid.weights}
     model = HistGradientBoostingClassifier(
-        max_iter=500, learning_rate=0.1, early_stopping=True, n_iter_no_change=10, random_state=seed,
-        categorical_features=list(range(columns.shape[1] - len(few), columns.shape[1])) or None,
+        max_iter=FIRST_TREES, learning_rate=0.05, early_stopping=True, n_iter_no_change=30, random_state=seed,
+        categorical_features=list(range(columns.shape[1] - few, columns.shape[1])) or None, warm_start=True,
     )  # fmt: skip
-    model.fit(columns, train.labels, sample_weight=train.weights)
-    return lambda rows: model.predict_proba(features(rows, fit=False))[:, 1]
+    began = time.monotonic()
+    model.fit(columns, train.labels, sample_weight=train.weights, **more)
+    a_tree = (time.monotonic() - began) / FIRST_TREES
+    model.max_iter = int(min(MOST_TREES, max(FIRST_TREES, MOST_SECONDS / a_tree)))
+    model.fit(columns, train.labels, sample_weight=train.weights, **more)
+    if model.n_iter_ >= model.max_iter:
+        warnings.warn(f"{model.n_iter_} trees", ConvergenceWarning, stacklevel=2)
+    best = max(1, int(np.argmax(model.validation_score_)))  # the first score is that of no tree
+
+    def predict(rows: Examples) -> Floats:
+        stages = model.staged_predict_proba(features(rows))
+        return np.asarray(next(islice(stages, best - 1, None))[:, 1], np.float64)
+
+    return predict
 
 
-FITS: dict[BaselineName, Callable[[Examples, int], Callable[[Examples], Floats]]] = {
+FITS: dict[BaselineName, Callable[[Examples, int, Examples | None], Predict]] = {
     "rate": _fit_rate,
     "logistic": _fit_logistic,
     "boosting": _fit_boosting,

@@ -33,7 +33,8 @@ class EvaluationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     """A feature could be dropped if the upper bound of its NE loss is below this."""
     baselines: tuple[BaselineName, ...] = ()
     """Simple models to compare with on the same rows, through the same transforms. rate: the mean label of the training
-    rows. logistic: logistic regression. boosting: gradient boosting. They train on at most 200,000 rows."""
+    rows. logistic: logistic regression. boosting: gradient boosting, to which many ids are numbers: their code, and
+    rows and mean label of other training rows. They train on at most 200,000 rows; validation rows stop boosting."""
     workers: PositiveInt = 1
     """Processes that score the evaluation rows on this machine. The metrics have the same bits for any number of them.
     On a given Ray cluster, many rows are scored by one process for each of its processors instead."""

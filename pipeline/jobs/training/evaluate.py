@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from pipeline.data.alone import LEAK_AUC, Alone
+from pipeline.data.config import Part
 from pipeline.data.joined.reader import joined_schema
 from pipeline.data.selection import share_rows
 from pipeline.errors import ConfigError
@@ -302,30 +303,32 @@ def train_baselines(
     names = workspace.config.evaluation.baselines
     if not names or job.start is not None:
         return ()
-    plan = plan_of(model)
-    step = sample_step(job.rows["train"], len(plan.features))
-    train, test = (Worker(job.data[part], workspace.warehouse) for part in ("train", "test"))
+    plan, by_time = plan_of(model), workspace.config.split.days is not None
+    workers = {part: Worker(data, workspace.warehouse) for part, data in job.data.items()}
 
-    def read(worker: Worker, every: int) -> Iterator[Examples]:
-        first = 0
+    def read(part: Part, every: int = 1) -> Iterator[Examples]:
+        first, worker = 0, workers[part]
         for fragment in worker.fragments():
             rows = worker.read_selected(fragment)
             kept = rows.take(np.arange(-first % every, rows.num_rows, every)) if every > 1 else rows
             first += rows.num_rows
             labels, weights = read_outcomes(worker, kept, fragment)
             transformed = plan.apply(kept)
-            yield Examples.of(transformed.dense, plan.ids(transformed.sparse), labels, weights)
+            day = fragment.day.toordinal() if by_time else None
+            yield Examples.of(transformed.dense, plan.ids(transformed.sparse), labels, weights, day)
+
+    def sample(part: Part) -> Examples:
+        return Examples.concatenate(list(read(part, sample_step(job.rows[part], len(plan.features)))))
 
     def read_test() -> Iterator[Examples]:
         done, total = 0, job.rows["test"]
-        for part in read(test, 1):
+        for part in read("test"):
             done += len(part)
             progress("baselines", done, total)
             yield part
 
-    return tuple(
-        compare_baselines(names, Examples.concatenate(list(read(train, step))), read_test, workspace.config.seed)
-    )
+    valid = sample("valid") if "valid" in workers else None
+    return tuple(compare_baselines(names, sample("train"), read_test, workspace.config.seed, valid))
 
 
 def report_baselines(workspace: Workspace, report: EvalReport, baselines: Sequence[Baseline]) -> None:

@@ -5,10 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
+from sklearn.metrics import log_loss, roc_auc_score
 
 from pipeline.errors import ConfigError
 from pipeline.evaluation import baselines
-from pipeline.evaluation.baselines import Baseline, Examples, compare_baselines, describe_comparison, loses
+from pipeline.evaluation.baselines import Baseline, Examples, KnownIds, compare_baselines, describe_comparison, loses
 from pipeline.evaluation.config import require_installed
 from pipeline.evaluation.metrics import Quality
 from pipeline.transforms.column import Column
@@ -113,3 +114,62 @@ def test_two_zeros_are_not_compared_as_shares() -> None:
     assert (said(3e-6, 2e-7), said(0.0, 0.0)) == (same, same)
     assert said(0.02, 0.0) == "Worse than gradient boosting: NE 0.0200 against 0.0000; AUC 1.0000 against 1.0000."
     assert said(0.0, 0.02) == "Better than gradient boosting: NE 0.0000 against 0.0200; AUC 1.0000 against 1.0000."
+
+
+def noisy(rows: int, ids: int, seed: int) -> Examples:
+    """Rows of twelve days, with ids that say nothing of the label."""
+    draw = np.random.default_rng(seed)
+    made = draw.integers(0, ids, (rows, 1)), (draw.random(rows) < 0.3).astype(float)
+    return Examples(np.zeros((rows, 1), np.float32), *made, None, np.sort(draw.integers(0, 12, rows)))
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_what_is_known_of_an_id_leaves_the_own_row_out(past: bool) -> None:
+    """Against a loop over the rows. An id of noise has no hold on the rows it was counted in."""
+    train, draw = noisy(300, 40, 3), np.random.default_rng(4)
+    weights = draw.integers(1, 4, 300).astype(float)
+    folds = train.days if past else draw.integers(0, 5, 300)
+    assert folds is not None
+    counted = KnownIds.count(train.ids[:, 0], train.labels, weights)
+    rate = float(np.average(train.labels, weights=weights))
+    for row, (_, rows, mean) in enumerate(counted.others(train.labels, weights, folds, past)):
+        others = [
+            at for at in range(300)
+            if train.ids[at] == train.ids[row] and (folds[at] < folds[row] if past else folds[at] != folds[row])
+        ]  # fmt: skip
+        hits = sum(weights[at] * train.labels[at] for at in others)
+        assert rows == sum(weights[at] for at in others)
+        assert mean == pytest.approx((hits + 10.0 * rate) / (rows + 10.0))
+    unseen, known = counted.of(np.array([77, train.ids[0, 0]]))
+    assert (np.isnan(unseen[0]), unseen[1], unseen[2]) == (True, 0.0, pytest.approx(rate))
+    same = train.ids[:, 0] == train.ids[0, 0]
+    assert known[1] == weights[same].sum()
+    many = noisy(20_000, 4_000, 5)
+    counted = KnownIds.count(many.ids[:, 0], many.labels, None)
+    folds = many.days if past else draw.integers(0, 5, 20_000)
+    assert folds is not None
+    honest = counted.others(many.labels, None, folds, past)[:, 2]
+    assert roc_auc_score(many.labels, counted.of(many.ids[:, 0])[:, 2]) > 0.75, "with the own row it would"
+    assert roc_auc_score(many.labels, honest) == pytest.approx(0.5, abs=0.015)
+    (boosting,) = compare_baselines(("boosting",), many, lambda: [noisy(5_000, 4_000, 6)], 1, noisy(5_000, 4_000, 7))
+    assert boosting.ne == pytest.approx(1.0, abs=0.005)
+
+
+def test_ids_that_matter_are_learned_as_well_as_their_rates_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 users: the rate of each in the training rows is what there is to know. Time and trees are bounded."""
+    effect = np.random.default_rng(0).normal(size=2_000)
+
+    def rows(count: int, seed: int) -> Examples:
+        draw = np.random.default_rng(seed)
+        ids = draw.integers(0, 2_000, count)
+        labels = (draw.random(count) < 1.0 / (1.0 + np.exp(-effect[ids]))).astype(float)
+        return Examples(np.zeros((count, 1), np.float32), ids[:, None], labels)
+
+    train, test = rows(40_000, 1), rows(20_000, 2)
+    (found,) = compare_baselines(("boosting",), train, lambda: [test], 1, rows(5_000, 3))
+    shrunk = [(train.labels[train.ids[:, 0] == id].sum() + 2.0) / ((train.ids[:, 0] == id).sum() + 4.0) for id in range(2_000)]  # fmt: skip
+    best = log_loss(test.labels, np.array(shrunk)[test.ids[:, 0]])
+    assert found.logloss == pytest.approx(best, rel=0.01)
+    monkeypatch.setattr(baselines, "MOST_SECONDS", 0.0)
+    (bounded,) = compare_baselines(("boosting",), train, lambda: [test], 1)
+    assert not bounded.converged
