@@ -112,9 +112,19 @@ def onehot(values: Floats, size: int, invalid: int) -> tuple[Ids, Ids, int]:
 
 @compiled
 def local_hours(
-    times: Floats, per_second: int, shifts: Floats, shift_seconds: int, since: Ids, offsets: Ids, until: int
+    times: Floats,
+    per_second: int,
+    shifts: Floats,
+    shift_seconds: int,
+    since: Ids,
+    offsets: Ids,
+    until: int,
+    part: int,
 ) -> tuple[Ids, Ids, int]:
-    """Computes the hour of the day of each time, as lists of one: (values, offsets, how many were invalid).
+    """Computes a part of the local time of each time, as lists of one: (values, offsets, how many were invalid).
+
+    Part 0 is the hour, 0 to 23; 1 the weekday, 0 (Monday) to 6; 2 the month, 0 (January) to 11, by the Gregorian
+    calendar: Howard Hinnant, "chrono-compatible low-level date algorithms", civil_from_days.
 
     `offsets[k]` applies from second `since[k]`, the last one before second `until`. `shifts` (none, or one per row)
     are added. NaN gives an empty list.
@@ -135,6 +145,15 @@ def local_hours(
             bad += 1
             continue
         local = second + offsets[np.searchsorted(since, second, side="right") - 1] + np.int64(np.floor(shift))
-        out[starts[i]] = local // 3_600 % 24
+        day = local // 86_400
+        if part == 0:
+            out[starts[i]] = local // 3_600 % 24
+        elif part == 1:
+            out[starts[i]] = (day + 3) % 7  # 1970-01-01 was a Thursday
+        else:
+            of_era = (day + 719_468) % 146_097  # eras of 400 years from 0000-03-01 on
+            year = (of_era - of_era // 1_460 + of_era // 36_524 - of_era // 146_096) // 365
+            since_march = of_era - (365 * year + year // 4 - year // 100)
+            out[starts[i]] = ((5 * since_march + 2) // 153 + 2) % 12
         starts[i + 1] += 1
     return out[: starts[-1]], starts, bad

@@ -82,12 +82,16 @@ class Bucketize(Op):
         return len(self.borders or ()) + 1 if self.quantiles is None else self.quantiles
 
 
+PARTS = {"hour": 24, "weekday": 7, "month": 12}
+"""Parts of a local time, in the order of the kernel -> how many there are."""
+
+
 def _with_offset(op: "GetLocalHour") -> Reads:
     return ("dense",) if op.offset_unit is None else ("dense", "dense")
 
 
 class GetLocalHour(Op):
-    """Turns the time of an event into the hour, 0 to 23, on the user's clock: a list of one id.
+    """Turns the time of an event into the hour, 0 to 23, on the user's clock, or another part: a list of one id.
 
     The first input is the time since 1970-01-01 00:00 UTC. The time zone is one of three: an offset of each row in a
     second input, one offset for all rows, or a zone of the IANA database on this machine, daylight saving time
@@ -104,11 +108,15 @@ class GetLocalHour(Op):
         >>> noon = Column(np.array([1_720_000_800.0, 1_704_110_400.0]))  # 10:00 UTC in July, 12:00 UTC in January
         >>> GetLocalHour(time_zone="Europe/Berlin").apply([noon], Counts()).values.tolist()
         [12, 13]
+        >>> GetLocalHour(part="weekday").apply([noon], Counts()).values.tolist()
+        [2, 0]
     """
 
     reads = PerOp[Reads](("dense",), _with_offset)
     makes = "sparse"
     kind: Literal["get_local_hour"] = "get_local_hour"
+    part: Literal["hour", "weekday", "month"] = "hour"
+    """weekday: 0 (Monday) to 6. month: 0 (January) to 11."""
     time_unit: Literal["seconds", "milliseconds", "microseconds"] = "seconds"
     """Unit of times that are numbers. Timestamps and dates have their own unit."""
     offset_seconds: int = Field(default=0, ge=-DAY_SECONDS, le=DAY_SECONDS)
@@ -141,12 +149,14 @@ class GetLocalHour(Op):
         )
         shift = shifts[0].values if shifts else np.empty(0)
         unit, per_second = SECONDS[self.offset_unit or "seconds"], PER_SECOND[self.time_unit]
-        hours, offsets, bad = local_hours(time.values, per_second, shift, unit, table.since, table.offsets, table.until)
+        ids, offsets, bad = local_hours(
+            time.values, per_second, shift, unit, table.since, table.offsets, table.until, list(PARTS).index(self.part)
+        )
         self.count(counts, bad)
-        return Column(hours, offsets)
+        return Column(ids, offsets)
 
     def ids_below(self, *limits: int | None) -> int | None:
-        return 24
+        return PARTS[self.part]
 
 
 class Onehot(Op):

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,10 +32,11 @@ ZONES = [
 ]
 
 
-def hour(seconds: float, zone: str) -> list[int]:
+def local(seconds: float, zone: str, part: str = "hour") -> list[int]:
     if not zones.FIRST <= seconds < zones.LAST:
         return []
-    return [(EPOCH + timedelta(seconds=math.floor(seconds))).astimezone(ZoneInfo(zone)).hour]
+    at = (EPOCH + timedelta(seconds=math.floor(seconds))).astimezone(ZoneInfo(zone))
+    return [{"hour": at.hour, "weekday": at.weekday(), "month": at.month - 1}[part]]
 
 
 def hour_off(seconds: float, offset_hours: float) -> list[int]:
@@ -63,7 +65,13 @@ EXAMPLES = {
         GetLocalHour(offset_unit="hours"), hour_off, rows=st.tuples(TIMES, st.floats(-30, 30) | st.floats())
     ),
     "get_local_hour, of a zone": Case(
-        GetLocalHour(time_zone=ZONES[0]), lambda t: hour(t, ZONES[0]), rows=st.tuples(TIMES)
+        GetLocalHour(time_zone=ZONES[0]), lambda t: local(t, ZONES[0]), rows=st.tuples(TIMES)
+    ),
+    "get_local_hour, weekday": Case(
+        GetLocalHour(time_zone=ZONES[6], part="weekday"), lambda t: local(t, ZONES[6], "weekday"), rows=st.tuples(TIMES)
+    ),
+    "get_local_hour, month": Case(
+        GetLocalHour(time_zone=ZONES[1], part="month"), lambda t: local(t, ZONES[1], "month"), rows=st.tuples(TIMES)
     ),
 }
 
@@ -76,13 +84,21 @@ def test_bucketize_goldens_of_torcharrow() -> None:
 def test_hours_around_each_change_of_a_zone(zone: str) -> None:
     changes = zones.zone_offsets(zone).since.tolist()[1:]
     times = [float(second + shift) for second in changes for shift in (-3_600, -1, 0, 1, 3_600)]
-    assert apply(GetLocalHour(time_zone=zone), times) == [hour(time, zone) for time in times]
+    assert apply(GetLocalHour(time_zone=zone), times) == [local(time, zone) for time in times]
+
+
+def test_weekdays_and_months_of_all_days_of_800_years() -> None:
+    days = np.arange(np.datetime64("1700-01-01"), np.datetime64("2500-01-01"))
+    times = (days.astype("M8[s]").astype(np.int64) + np.arange(len(days)) % 86_400).astype(float).tolist()
+    found = {part: np.ravel(apply(GetLocalHour(part=part), times)) for part in ("weekday", "month")}
+    assert (found["month"] == days.astype("M8[M]").astype(np.int64) % 12).all()
+    assert found["weekday"].tolist() == [day.weekday() for day in days.tolist()]
 
 
 @QUICK
 @given(st.lists(TIMES), st.sampled_from(ZONES))
 def test_hours_of_zones(times: list[float], zone: str) -> None:
-    assert apply(GetLocalHour(time_zone=zone), times) == [hour(time, zone) for time in times]
+    assert apply(GetLocalHour(time_zone=zone), times) == [local(time, zone) for time in times]
 
 
 @pytest.mark.parametrize(
