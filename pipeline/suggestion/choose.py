@@ -18,6 +18,8 @@ LARGEST_TABLE = 1 << 22
 """Largest number of rows of an embedding table."""
 SMALL_DISTINCT = 1 << 16
 """A table with up to this many ids gets four rows an id, a larger one two."""
+MOST_MAPPED = 10_000
+"""A column with more ids is hashed."""
 FEW_IDS = 50
 """Integers with at most this many distinct values are categories."""
 ROWS_AN_ID = 5
@@ -32,6 +34,8 @@ MOST_BUCKETED = 60
 """More numbers get no table each."""
 EXACT = 2.0**53
 """Larger whole numbers are not all floats."""
+PARTS = {"weekday": 21.0, "month": 400.0}
+"""Days that a column of times spans before test rows that are later have known weekdays and months."""
 SCALES = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6}
 LEAK_NAMES = ("*probability*", "true_*", "label_*", "*_label", "target", "prediction", "pctr", "pcvr")
 ID_NAME = re.compile(r"(^|_)(id|cat|code|type|category|user|item|hash|key)(?=$|_|\d)|id$", re.IGNORECASE)
@@ -177,7 +181,7 @@ def choose(
     """Chooses how one column is used. The column that gives the day is a time like others, if it has one."""
     gives_day = day_column is not None and fact.name == day_column[0]
     unit = day_column[1] if gives_day and day_column is not None and day_column[1] else _time_unit(fact)
-    if gives_day and split.by_time and not unit and not is_time(fact.type):
+    if gives_day and split.by_time and not unit and not _is_time_or_date(fact):
         return Choice(fact, f"gives the column {DAY}")
     reason = _ignored(fact, not_features or {}, unit is not None)
     if reason is None and split.by_time and unit is None and abs(fact.by_day or 0.0) > CALENDAR:
@@ -189,10 +193,10 @@ def choose(
     if unit is not None:
         return _time(fact, unit, split.by_time)
     if fact.kind not in ("number", "id"):
-        return _sparse(fact)
+        return _sparse(fact, split)
     if not is_category(fact):
         return _dense(fact)
-    ids, number = _sparse(fact), _dense(fact)
+    ids, number = _sparse(fact, split), _dense(fact)
     if _is_named_id(fact) or fact.distinct <= FEW_IDS:
         return ids
     second = replace(number.features[0], name="{column}_number")
@@ -200,8 +204,8 @@ def choose(
 
 
 def _time_unit(fact: ColumnFacts) -> str | None:
-    """Returns the unit of a time. Empty: the column's type has it. None: it is no time."""
-    if fact.type.startswith("TIMESTAMP") and not fact.type.endswith("]"):
+    """Returns the unit of a time or date. Empty: the column's type has it. None: it is neither."""
+    if _is_time_or_date(fact):
         return ""
     low, high = fact.minimum or 0.0, fact.maximum or 0.0
     if fact.kind not in ("id", "number") or not TIME_NAME.search(fact.name) or fact.distinct < 3:
@@ -209,18 +213,34 @@ def _time_unit(fact: ColumnFacts) -> str | None:
     return next((unit for unit, scale in SCALES.items() if 1e8 * scale < low <= high < 4.2e9 * scale), None)
 
 
+def _is_time_or_date(fact: ColumnFacts) -> bool:
+    return is_time(fact.type) or fact.type == "DATE"
+
+
 def _time(fact: ColumnFacts, unit: str, by_time: bool) -> Choice:
-    """Uses a time as its hour, and as a number where test rows are not later than training rows."""
-    name = f"{fact.name}_hour"
-    op = {"kind": "get_local_hour", "inputs": [fact.name], "output": name} | ({"time_unit": unit} if unit else {})
-    features: list[Feature] = [] if fact.hours == 1 else [Feature("sparse", name, derived=op)]
-    if not by_time and fact.present:
+    """Uses a time as its hour, weekday and month, and as a number where test rows are not later than training rows.
+
+    Later test rows have a weekday or month of their own, unless the times span several of each.
+    """
+    low, high = fact.minimum or 0.0, fact.maximum or 0.0
+    days = (high - low) / SCALES[unit] / 86_400.0 if unit else fact.days
+    parts = [part for part, least in PARTS.items() if days >= (least if by_time else least / 10)]
+    if fact.type != "DATE" and fact.hours != 1:
+        parts = ["hour", *parts]
+    features: list[Feature] = []
+    for part in parts:
+        op: dict[str, Any] = {"kind": "get_local_hour", "inputs": [fact.name], "output": f"{fact.name}_{part}"}
+        op |= {"time_unit": unit} if unit else {}
+        features.append(Feature("sparse", op["output"], derived=op | ({} if part == "hour" else {"part": part})))
+    if not by_time and fact.present and fact.type != "DATE":
         steps: tuple[Mapping[str, Any], ...] = ({"kind": "standardise"}, {"kind": "fill_null"})
         features.append(Feature("dense", fact.name, steps))
     if not features:
-        return Choice(fact, "a time of day that never changes; its date is later in test rows than in training rows")
+        never = "" if fact.type == "DATE" else "a time of day that never changes; "
+        return Choice(fact, f"{never}its date is later in test rows than in training rows")
     kept = "" if not by_time else "; its date is left out: test rows are later than training rows"
-    return Choice(fact, f"a time: its hour in UTC (time_zone changes it){kept}", tuple(features))
+    named = "its " + ", ".join(parts) + " in UTC (time_zone changes it)" if parts else "a number"
+    return Choice(fact, f"a time: {named}{kept}", tuple(features))
 
 
 def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) -> str | None:
@@ -234,7 +254,7 @@ def _ignored(fact: ColumnFacts, not_features: Mapping[str, str], is_time: bool) 
     if is_time:
         return None
     if fact.kind == "other":
-        return "a date" if fact.type == "DATE" else "lists of numbers"
+        return "lists of numbers"
     if fact.kind == "number" and _is_named_id(fact) and max(-(fact.minimum or 0.0), fact.maximum or 0.0) > EXACT:
         return "ids beyond 2^53 as floats, which are no longer exact: write them as integers or as text"
     if fact.distinct <= 1 and fact.kind != "ids":
@@ -309,12 +329,17 @@ def _dense(fact: ColumnFacts) -> Choice:
     return Choice(fact, why, (Feature("dense", fact.name, (*ops, {"kind": "fill_null"})),))
 
 
-def _sparse(fact: ColumnFacts) -> Choice:
+def _sparse(fact: ColumnFacts, split: ChosenSplit) -> Choice:
+    """Gives each id a row of its own where they are few and stay the same, else hashes them."""
     size = table_rows(fact.distinct)
     share = f"{fact.coverage:.0%} of rows"
     capped = ", largest table suggested" if size == LARGEST_TABLE else ""
     why = f"about {fact.distinct:,} ids{capped}, {share}"
-    hashed = {"kind": "sigrid_hash", "size": size}
+    hashed: dict[str, Any] = {"kind": "sigrid_hash", "size": size}
+    if fact.distinct <= MOST_MAPPED and not split.by_time:
+        # Ids of one training row, and unknown ones, share the last row.
+        most = max(16, math.ceil(1.25 * fact.distinct))  # the count is about right
+        hashed = {"kind": "map_id", "size": most, "min_count": 2, "unknown": most}
     if fact.kind != "ids":
         return Choice(fact, why, (Feature("sparse", fact.name, (hashed,)),))
     limit = fact.p99_length or 1

@@ -66,6 +66,8 @@ class ColumnFacts:
     """A text value that does not."""
     hours: int = 0
     """Number of different hours in a column of times."""
+    days: float = 0.0
+    """Days between the first and the last value of a column of times or dates."""
     roughness: float | None = None
     """By how many deviations the label rate differs between neighbouring whole numbers. A count has about 0, a code
     more. None: not tested."""
@@ -181,6 +183,7 @@ def _look(name: str, kind: str) -> dict[str, str]:
     look["days_a_value"] = f"{pairs} / greatest(1, approx_count_distinct({column}))"
     if kind.startswith(("TIMESTAMP", "DATE")):
         look["by_day"] = f"corr(epoch({column}), epoch({DAY}))"
+        look["days"] = f"(epoch(max({column})) - epoch(min({column}))) / 86400.0"
         return look | ({} if kind == "DATE" else {"hours": f"count(DISTINCT hour({column}))"})
     value = f"TRY_CAST({column} AS DOUBLE)"
     finite = f"CASE WHEN abs({value}) < 1e100 THEN {value} END"

@@ -39,7 +39,7 @@ def render_config(
     others = {key: value for key, value in kept.items() if key not in made}
     path = path or f"{kept.get('home', '.dlrm')}/suggested/{kept['name']}.yaml"
     last = {key: value for key, value in others.items() if key not in FIRST}
-    evaluation = {"baselines": ["rate", "boosting"], **kept.get("evaluation", {})}
+    evaluation = {"baselines": ["rate", "logistic", "boosting"], **kept.get("evaluation", {})}
     span = "1 day" if days == 1 else f"{days:,} days"
     parts = [
         HEAD.format(name=kept["name"], rows=rows, days=span, source=f", {source}") + "".join(map(_note, notes)),

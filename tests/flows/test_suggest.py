@@ -158,7 +158,7 @@ def test_a_suggested_config_trains_unchanged(copied, smoke, tmp_path):
     assert all(use == "sparse" for name, use in uses.items() if name.startswith(("cat_", "list_")))
     assert all(use == "dense" for name, use in uses.items() if name.startswith("num_"))
     result = train(config=found["config_path"])
-    assert {one["name"] for one in result["baselines"]} == {"rate", "boosting"}
+    assert {one["name"] for one in result["baselines"]} == {"rate", "logistic", "boosting"}
     assert result["eval"]["ne"] < min(one["ne"] for one in result["baselines"]) + 0.02
     assert result["eval"]["ne"] < 1.0, "better than the base rate"
     assert result["eval"]["ne"] < smoke["eval"]["ne"] + 0.02

@@ -165,6 +165,49 @@ def test_times_become_hours_and_no_number_that_only_grows(tmp_path: Path) -> Non
     assert {"seen", "event_time"} <= dense, "rows of all times are in all parts"
 
 
+def test_times_and_dates_become_weekdays_and_months_that_training_rows_know(tmp_path: Path) -> None:
+    """Where test rows are later, a weekday needs three weeks, and a month more than a year."""
+    draw = np.random.default_rng(6)
+    for days, later, expected in ((4, [], []), (30, ["weekday"], ["weekday"]), (500, ["weekday", "month"], ["weekday", "month"])):  # fmt: skip
+        moments = np.datetime64("2024-01-01") + np.sort(draw.integers(0, days, 6_000)).astype("timedelta64[D]")
+        seconds = moments.astype("M8[s]") + draw.integers(0, 86_400, 6_000).astype("timedelta64[s]")
+        rows = pa.table(
+            {
+                DAY: pa.array(moments.astype("M8[D]")),
+                "label": draw.integers(0, 2, 6_000),
+                "shop": draw.integers(0, 30, 6_000),
+                "born": pa.array(moments.astype("M8[D]")),
+                "at": pa.array(seconds.astype("M8[us]")),
+                "clock": seconds.astype(np.int64) * 1_000,
+                "event_ms": seconds.astype(np.int64) * 1_000,
+            }
+        )
+        made = suggest_for(rows, tmp_path)
+        parts = {
+            name: [op.get("part", "hour") for op in made.derived if op["inputs"] == [name]] for name in ("born", "at")
+        }
+        assert parts == {"born": later, "at": ["hour", *expected]}, days
+        observed, split = look(rows, tmp_path)
+        numbers = suggest(observed, "label", split, {}, ("clock", "milliseconds")).derived
+        assert [op.get("part", "hour") for op in numbers if op["inputs"] == ["clock"]] == ["hour", *expected]
+        text = render_config(made, {"name": "t", "source": {"path": "x"}}, 6_000, days, "files")
+        plan = build_plan(FeatureSchema.model_validate(yaml.safe_load(text)["features"]), rows.schema)
+        assert set(parts["at"]) <= {name.removeprefix("at_") for name in plan.features}
+
+
+def test_few_ids_that_stay_the_same_have_rows_of_their_own(tmp_path: Path) -> None:
+    """A hash gives one of ten of 1,000 ids a row that it shares. Rows of other days may have other ids."""
+    rows, draw = table(20_000, days=1), np.random.default_rng(7)
+    rows = rows.append_column("cat_many", pa.array(draw.integers(0, 15_000, 20_000) % 3_500 * 977))
+    made = {one.fact.name: one for one in suggest_for(rows, tmp_path).choices}
+    for name, distinct in (("cat_user", 300), ("country", 20), ("cat_many", 3_500), ("list_items", 5_000)):
+        op = made[name].transforms[-1]
+        assert (op["kind"], op["min_count"], op["unknown"]) == ("map_id", 2, op["size"]), name
+        assert distinct <= op["size"] <= 1.4 * distinct, name
+    daily = {one.fact.name: one for one in suggest_for(table(20_000, days=4), tmp_path).choices}
+    assert daily["cat_user"].transforms[-1]["kind"] == "sigrid_hash"
+
+
 def test_numbers_with_words_among_them_are_told(tmp_path: Path) -> None:
     prices = [f"{i * 0.37:.2f}" if i % 7 else "unknown" for i in range(4_000)]
     (price,) = [one for one in suggest_for(table().append_column("price", pa.array(prices)), tmp_path).choices if one.fact.name == "price"]  # fmt: skip

@@ -37,7 +37,7 @@ def test_settings_of_a_tuned_config_give_way_to_the_suggested_ones(seen, config)
     """Both named `validate_every_steps`, which is the same span as the suggested `validate_every`."""
     found = suggested(seen, config, {})
     assert (found.training.validate_every, found.training.validate_every_steps) == (0.25, None)
-    assert (found.training.table_optimizer, found.training.epochs, found.model.dropout) == ("adam", 20, 0.3)
+    assert (found.training.table_optimizer, found.training.epochs, found.model.dropout) == ("adam", 100, 0.3)
     assert found.training.world_size == load(config).training.world_size
     assert found.evaluation.slices == load(config).evaluation.slices
 
