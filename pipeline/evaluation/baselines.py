@@ -228,7 +228,7 @@ class KnownIds:
         """Counts the ids of training rows."""
         distinct, codes = np.unique(ids, return_inverse=True)
         own = np.ones(len(labels)) if weights is None else weights
-        rows, hits = np.bincount(codes, own), np.bincount(codes, own * labels)
+        rows, hits = (np.bincount(codes, values).astype(np.float64) for values in (own, own * labels))
         return KnownIds(distinct, codes, rows, hits, float(hits.sum() / rows.sum()))
 
     def of(self, ids: np.ndarray) -> np.ndarray:

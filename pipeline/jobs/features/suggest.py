@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -400,13 +401,22 @@ def _choose_settings(job: DraftJob, shape: Shape, tuned: Mapping[str, Mapping[st
     every = job.draft.model_dump(mode="json")
     model, training = ({key: every[of][key] for key in every[of] if f"{of}.{key}" in named(job)} for of in SETTINGS)
     chosen = job.draft.sections().get("training", {})
-    training = {key: value for key, value in chosen.items() if key in MACHINE_KEYS} | training
+    fits = {key: value for key, value in chosen.items() if key in MACHINE_KEYS}
+    busy = not fits and free_processors() < TrainConfig().world_size
+    why = f"{shape.training_why}; one rank, as other work keeps the processors busy" if busy else shape.training_why
+    training = ({"world_size": 1} if busy else fits) | training
     suggested = {key: value for key, value in shape.training.items() if SPANS.get(key) not in training}
     return replace(
         shape,
         model={**shape.model, **model, **tuned.get("model", {})},
+        training_why=why,
         training={**suggested, **training, **tuned.get("training", {})},
     )
+
+
+def free_processors() -> float:
+    """Returns about how many of this machine's processors other work leaves free: its load of the last minute."""
+    return len(os.sched_getaffinity(0)) - os.getloadavg()[0]
 
 
 def named(job: DraftJob) -> set[str]:

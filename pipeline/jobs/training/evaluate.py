@@ -1,6 +1,7 @@
 """Evaluates a trained model on the evaluation rows, and compares it with the champion."""
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,7 +48,11 @@ from pipeline.registration.versions import download_packed
 from storage.reader import DAY
 
 IMPORTANCE_BATCH_ROWS = 2_048
-"""Rows that exchange the values of a feature."""
+"""Most rows that exchange the values of a feature."""
+IMPORTANCE_BATCH_SCORES = 400_000
+"""Most scores of a batch: its rows, once for each feature."""
+IMPORTANCE_SECONDS = 30.0
+"""After these no further batch is scored."""
 
 
 class EvaluationResult(BaseModel, frozen=True):
@@ -271,7 +276,11 @@ def evaluate_model(
 def estimate_importance(
     workspace: Workspace, job: TrainingJob, model: Path, progress: Progress
 ) -> tuple[FeatureImportance, ...]:
-    """Estimates feature importance on a sample: the first rows of fragments that are spread over all."""
+    """Estimates feature importance on a sample, within about `IMPORTANCE_SECONDS`.
+
+    The sample is the first rows of fragments that are spread over all. They are read in a random order, so that those
+    that the time allows are spread, too.
+    """
     evaluation, wanted = workspace.config.evaluation, workspace.config.evaluation.importance_rows
     if wanted is None:
         return ()
@@ -281,12 +290,18 @@ def estimate_importance(
     )
     fragments = worker.fragments()
     most = max(wanted // len(fragments), IMPORTANCE_BATCH_ROWS)
-    total = min(wanted, job.rows["test"])
-    for fragment in fragments[:: max(len(fragments) * most // wanted, 1)]:
-        sample = worker.read_selected(fragment).slice(0, most)
-        labels, weights = read_outcomes(worker, sample, fragment)
-        for start in range(0, sample.num_rows, IMPORTANCE_BATCH_ROWS):
-            rows = sample.slice(start, IMPORTANCE_BATCH_ROWS)
+    chosen = fragments[:: max(len(fragments) * most // wanted, 1)]
+    batch_rows = max(64, min(IMPORTANCE_BATCH_ROWS, IMPORTANCE_BATCH_SCORES // max(1, len(loaded.plan.features))))
+    total, ends = min(wanted, job.rows["test"]), time.monotonic() + IMPORTANCE_SECONDS
+    for number in np.random.default_rng(workspace.config.seed).permutation(len(chosen)):
+        sample = worker.read_selected(chosen[number]).slice(0, most)
+        labels, weights = read_outcomes(worker, sample, chosen[number])
+        for start in range(0, sample.num_rows, batch_rows):
+            if estimator.batches and time.monotonic() > ends:
+                took = f"{IMPORTANCE_SECONDS:.0f} s allow for {estimator.rows:,} of {total:,} rows"
+                workspace.console.log.info("importance of the features: %s", took)
+                return tuple(estimator.estimate())
+            rows = sample.slice(start, batch_rows)
             part = slice(start, start + rows.num_rows)
             estimator.add(rows, labels[part], *loaded.parts(rows), None if weights is None else weights[part])
             progress("features", min(estimator.rows, total), total)

@@ -109,6 +109,8 @@ def train_ranks(
 
         log.info("starting %s ranks%s", config.training.world_size, "" if kernels_are_compiled() else COMPILING)
         summary = _launch(workspace, spec, folder, service, on_event, watch)
+    if (note := describe_end(config.training, summary)) is not None:
+        log.warning("%s", note)
     totals = None if service is None else service.totals
     lost = summary.pop("lost")
     summary = summary | {"preprocessing": summarize_preprocessing(folder, config.preprocessing.executor, totals, lost)}
@@ -121,6 +123,16 @@ def train_ranks(
     write_text(folder / RECORD, make_record(workspace, job, plan, summary).model_dump_json(indent=2))
     write_text(folder / TRAINED, trained.model_dump_json())
     return trained
+
+
+def describe_end(training: TrainConfig, summary: Mapping[str, Any]) -> str | None:
+    """Says that the validation NE was best at the last step, where `patience` was to end the training. None: it did."""
+    steps = summary["steps"]
+    if training.patience is None or summary.get("valid_ne") is None or summary["best_step"] != steps:
+        return None
+    limit = "training.epochs" if training.max_steps is None else "training.epochs or training.max_steps"
+    ne = f"valid NE was still improving at the last step, {steps}: {summary['valid_ne']:.4f}"
+    return f"{ne}. Raise {limit}, and training.patience ends the training once it no longer improves"
 
 
 def claim_checkpoints(workspace: Workspace, folder: Path) -> str | None:

@@ -18,8 +18,9 @@ from tests.pipeline.suggestion.observing import look
 
 @pytest.fixture
 def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Look:
-    """A look at 2,000 rows of four days."""
+    """A look at 2,000 rows of four days, on a machine without other work."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     draw = np.random.default_rng(3)
     days = pa.array((np.arange(2_000) // 500).astype(np.int32)).cast(pa.date32())
     rows = pa.table({DAY: days, "label": draw.integers(0, 2, 2_000), "cat_user": draw.integers(0, 90, 2_000)})
@@ -59,6 +60,17 @@ def test_keys_that_fit_the_machine_stay(seen, tmp_path):
     found = suggested(seen, str(path), {}).training
     assert (found.world_size, found.threads_per_rank, found.keep_checkpoints) == (1, 1, 5)
     assert found.table_learning_rate == 8e-3
+
+
+@pytest.mark.parametrize(("load", "ranks"), [(0.0, 2), (15.5, 1)])
+def test_ranks_are_as_many_as_processors_are_free(seen, tmp_path, monkeypatch, load, ranks):
+    """Of sixteen processors. What a config says of ranks stays."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    path = tmp_path / "own.yaml"
+    path.write_text("source: {path: rows.csv, day: 2025-01-01}\n")
+    assert suggested(seen, str(path), {}).training.world_size == ranks
+    assert suggested(seen, str(path), {"training.world_size": 4}).training.world_size == 4
 
 
 def test_tuned_values_win(seen):

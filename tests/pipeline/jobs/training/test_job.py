@@ -13,7 +13,9 @@ from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.jobs.ingest.ingest import ingest
 from pipeline.jobs.training.job import PLANS, resolve_dataset, resolve_job
+from pipeline.jobs.training.train import describe_end
 from pipeline.jobs.workspace import Workspace
+from pipeline.training.config import TrainConfig
 from storage.errors import StorageError
 from storage.snapshot.writing import replace_days
 from tests.homes import open_smoke, write_config
@@ -126,3 +128,20 @@ def test_rows_without_a_key_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert said({"sampling": {"inputs": ["user"], "rate": 0.9}}) == ["sampling.inputs, each is on its own"]
     assert said({"gate.resample_by": "user"}) == ["gate.resample_by, each is on its own"]
     assert said({"split.hash.key": ["user", "shop"]}) == said({}) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "best", "said"),
+    [
+        ({"patience": 6}, 900, True),
+        ({"patience": 6, "max_steps": 900}, 900, True),
+        ({"patience": 6}, 880, False),
+        ({}, 900, False),
+    ],
+)
+def test_a_training_that_ended_while_it_got_better_says_so(keys: dict[str, int], best: int, said: bool) -> None:
+    note = describe_end(TrainConfig(**keys), {"steps": 900, "best_step": best, "valid_ne": 0.81234})
+    assert (note is not None) == said
+    if note is not None:
+        assert note.startswith("valid NE was still improving at the last step, 900: 0.8123. Raise training.epochs")
+    assert describe_end(TrainConfig(**keys), {"steps": 900, "best_step": 900, "valid_ne": None}) is None
