@@ -38,6 +38,13 @@ PARTS = {"weekday": 21.0, "month": 400.0}
 """Days that a column of times spans before test rows that are later have known weekdays and months."""
 SCALES = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6}
 LEAK_NAMES = ("*probability*", "true_*", "label_*", "*_label", "target", "prediction", "pctr", "pcvr")
+USER_NAME = re.compile(r"(^|_)(user|customer|client|member|visitor|account|person|buyer|reader|viewer)", re.IGNORECASE)
+ITEM_NAME = re.compile(
+    r"(^|_)(item|product|article|movie|film|video|song|track|book|ad|campaign|sku|asin|listing|news|post|content)(?=$|s?_|id|\d)",
+    re.IGNORECASE,
+)
+FEWEST_EVENTS = 5
+"""Rows of a user, on average, from which a history of them is proposed."""
 ID_NAME = re.compile(r"(^|_)(id|cat|code|type|category|user|item|hash|key)(?=$|_|\d)|id$", re.IGNORECASE)
 TIME_NAME = re.compile(
     r"(^|_)(time|timestamp|ts|at|date|datetime|created|updated)($|_)|time$|timestamp$", re.IGNORECASE
@@ -93,6 +100,17 @@ class Group:
 
 
 @dataclass(frozen=True)
+class ProposedHistory:
+    """Columns from which a list of what a user did before can be made."""
+
+    user: str
+    item: Feature
+    time: str
+    timed: bool
+    """Whether the time is a timestamp, as a history needs it."""
+
+
+@dataclass(frozen=True)
 class Suggestion:
     """The config sections that depend on the data."""
 
@@ -102,6 +120,7 @@ class Suggestion:
     shape: Shape
     groups: tuple[Group, ...]
     """Dense ones first."""
+    history: ProposedHistory | None = None
 
     def of(self, use: str) -> list[Choice]:
         """Returns the columns of one use."""
@@ -151,7 +170,31 @@ def suggest(
         if any(one.use == "sparse" and not one.name and one.derived is None for one in choice.features)
     ]
     shape = choose_shape(ids, split.train_rows, split.validates)
-    return Suggestion(label, tuple(choices), split, shape, _groups(choices, [*names, DAY]))
+    groups = _groups(choices, [*names, DAY])
+    return Suggestion(label, tuple(choices), split, shape, groups, _find_history(choices, day_column))
+
+
+def _find_history(choices: Sequence[Choice], day_column: tuple[str, str | None] | None) -> ProposedHistory | None:
+    """Finds a user with several rows, an item and a time, judging by their names and types."""
+    ids = [one for one in choices if one.use == "sparse" and one.fact.kind in ("id", "text", "number")]
+    ids = [one for one in ids if one.fact.present >= FEWEST_EVENTS * one.fact.distinct and not one.features[0].derived]
+    users, items = ([one for one in ids if name.search(one.fact.name)] for name in (USER_NAME, ITEM_NAME))
+    given = None if day_column is None else day_column[0]
+    times = [
+        one.fact for one in choices if is_time(one.fact.type) or (one.fact.type != "DATE" and _time_unit(one.fact))
+    ]
+    times.sort(key=lambda fact: (not is_time(fact.type), fact.name != given))
+    users = [one for one in users if one not in items]
+    if not (users and items and times):
+        return None
+    user, item = (max(found, key=lambda one: one.fact.distinct) for found in (users, items))
+    return ProposedHistory(user.fact.name, item.features[0], times[0].name, is_time(times[0].type))
+
+
+HISTORY_LAST = 20
+"""Events of a proposed history."""
+HISTORY_DELAY_SECONDS = 3_600
+"""After which an event counts as known."""
 
 
 def _with_buckets(choices: Sequence[Choice], rows: int, taken: Collection[str]) -> list[Choice]:

@@ -6,13 +6,15 @@ from typing import Any
 
 import yaml
 
-from pipeline.suggestion.choose import Choice, Group, Suggestion
+from pipeline.suggestion.choose import HISTORY_DELAY_SECONDS, HISTORY_LAST, Choice, Feature, Group, Suggestion
 
 HEAD = """# {name}: suggested by `python -m flows.suggest` from {rows:,} rows of {days}{source}.
 # Every choice has its reason next to it. Change what you know better.
 """
 FIRST = ("name", "home", "seed", "source", "ingest", "warehouse")
 """Sections before those that depend on the data. All others follow them."""
+EVENTS = "_events"
+"""Ending of the table with the log of a suggested history."""
 
 
 def render_config(
@@ -28,13 +30,15 @@ def render_config(
     """Renders the whole file.
 
     Args:
-        kept: Sections to take over from the config. Those that are suggested win, apart from keys of `evaluation`.
+        kept: Sections to take over from the config. Those that are suggested win, apart from keys of `evaluation`. With
+            that of `history_log`, the history is written, too.
         source: Description of what was measured.
         weight: Column of the rows' weights.
         notes: What else was found, for the head of the file.
         path: The file. None: the one below the config's home.
     """
     shape, split = suggestion.shape, suggestion.split
+    log = {table: events for table, events in kept.get("events", {}).items() if table == f"{kept['name']}{EVENTS}"}
     made = ("features", "split", "model", "training", "evaluation")
     others = {key: value for key, value in kept.items() if key not in made}
     path = path or f"{kept.get('home', '.dlrm')}/suggested/{kept['name']}.yaml"
@@ -44,20 +48,31 @@ def render_config(
     parts = [
         HEAD.format(name=kept["name"], rows=rows, days=span, source=f", {source}") + "".join(map(_note, notes)),
         _dump({key: others[key] for key in FIRST if key in others}),
-        _features(suggestion, weight),
+        _features(suggestion, weight, log),
         f"split: # {split.why}\n{_inner(split.config)}",
         f"model: # {shape.model_why}\n{_inner(shape.model)}",
         f"training: # {shape.training_why}\n{_inner(shape.training)}",
         f"evaluation: # every model is compared with these on the same rows\n{_inner(evaluation)}",
         *([_dump(last)] if last else []),
-        "# What to try next:\n" + "".join(_note(text) for text in _next_steps(suggestion, path)),
+        "# What to try next:\n" + "".join(_note(text) for text in _next_steps(suggestion, path, kept, log)),
     ]
     return "\n".join(parts)
 
 
-def _next_steps(suggestion: Suggestion, path: str) -> list[str]:
+def _next_steps(suggestion: Suggestion, path: str, kept: Mapping[str, Any], log: Mapping[str, Any] | None) -> list[str]:
     """Returns what may make the model better, the most promising first."""
-    steps = [f"search these values on the validation rows: python -m flows.suggest {path} trials=12"]
+    steps, history = [], suggestion.history
+    if not log and history is not None:
+        lists = f"the last {history.item.column} of each {history.user}"
+        if history_log(suggestion, kept) is not None:
+            other = history_path(path)
+            steps.append(
+                f"{lists} as a feature: python -m flows.end_to_end {other}; the gate compares it with this one"
+            )
+        elif not history.timed:
+            steps.append(f"{lists} as a feature (features.histories): write '{history.time}' as a timestamp")
+    if not log:
+        steps.append(f"search these values on the validation rows: python -m flows.suggest {path} trials=12")
     if suggestion.split.by_time:
         steps.append("new days come: flows.recurring trains on each, flows.backtest shows what that would have brought")
     ids = [choice.fact.name for choice in suggestion.of("sparse") if choice.fact.kind != "ids"]
@@ -71,16 +86,65 @@ def _next_steps(suggestion: Suggestion, path: str) -> list[str]:
     return steps
 
 
-def _features(suggestion: Suggestion, weight: str | None) -> str:
+def history_log(suggestion: Suggestion, kept: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the section `events` for the suggested history: the samples' own files. None: there is none."""
+    history, source = suggestion.history, kept.get("source", {})
+    known = history is not None and history.timed and source.get("path") and "events" not in kept
+    if history is None or not known or source.keys() & {"outcomes", "lookups"}:
+        return None
+    same = {key: source[key] for key in ("path", "format", "date_format", "rename") if key in source}
+    liked = [] if source.get("positive") is not None else [suggestion.label]
+    columns = [history.item.column, *liked]
+    return {f"{kept['name']}{EVENTS}": {**same, "key": history.user, "time": history.time, "columns": columns}}
+
+
+def _history(suggestion: Suggestion, log: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns the lines that declare the history, and those of its feature."""
+    history = suggestion.history
+    assert history is not None
+    ((table, events),) = log.items()
+    liked = suggestion.label in events["columns"]
+    keys: dict[str, Any] = {
+        "table": table,
+        "as_of": history.time,
+        "delay_seconds": HISTORY_DELAY_SECONDS,
+        "last": HISTORY_LAST,
+        "columns": [history.item.column],
+        "prefix": "liked_" if liked else "seen_",
+    } | ({"where": f'"{suggestion.label} = 1"'} if liked else {})
+    declared = [
+        f"  histories: # the last {HISTORY_LAST} of each {_one_line(history.user)} before the row's time; set",
+        "    # delay_seconds to the time after which an event, and its label, is known where rows are served",
+        f"    - {{{_pairs(keys)}}}",
+    ]
+    steps = ({"kind": "first_x", "limit": HISTORY_LAST}, history.item.transforms[-1])
+    feature = Feature("sparse", f"{keys['prefix']}{history.item.column}", steps, list_of_ids=True)
+    return declared, _group(Group((feature.column,), feature, ()))
+
+
+def history_path(path: str) -> str:
+    """Returns the file of the same suggestion with its history.
+
+    Example:
+        >>> history_path(".dlrm/suggested/clicks.yaml")
+        '.dlrm/suggested/clicks_history.yaml'
+    """
+    return f"{path.removesuffix('.yaml')}_history.yaml"
+
+
+def _features(suggestion: Suggestion, weight: str | None, log: Mapping[str, Any]) -> str:
     lines = ["features:", f"  label: {_text(suggestion.label)}"]
     lines += [f"  weight: {_text(weight)}"] if weight else []
     lines += ["  derived:"] if suggestion.derived else []
     lines += [f"    - {{{_pairs(op)}}}" for op in suggestion.derived]
+    declared, listed = _history(suggestion, log) if log else ([], [])
+    lines += declared
     for use, title in (("dense", "numbers"), ("sparse", "ids, text, or lists of them")):
         groups = [group for group in suggestion.groups if group.feature.use == use]
         lines += [f"  {use}: # {title}"] if groups else []
         for group in groups:
             lines += _group(group)
+    lines += listed
     ignored = suggestion.of("ignored")
     lines += ["  # Left out:"] if ignored else []
     lines += [f"  #   {_one_line(line)}" for line in describe_ignored(ignored)]
@@ -100,7 +164,7 @@ def _group(group: Group) -> list[str]:
     if feature.name and feature.use == "sparse":  # a second form of numbers, whose reasons are given with the first
         lines = ["    # the same numbers as intervals of about equally many rows, each with a vector of its own"]
     else:
-        lines = [f"    # {_comment(choice)}" for choice in group.choices]
+        lines = list(dict.fromkeys(f"    # {_comment(choice)}" for choice in group.choices))
     lines += [f"    - columns: [{', '.join(map(_text, group.names))}]"]
     lines += [f"      name: {_text(feature.name)}"] if feature.name else []
     lines += ["      pooling: mean"] if feature.list_of_ids else []

@@ -32,7 +32,7 @@ from pipeline.suggestion.choose import Suggestion, suggest
 from pipeline.suggestion.facts import TableFacts, find_row_key, observe
 from pipeline.suggestion.shape import Shape
 from pipeline.suggestion.splits import ChosenSplit, choose_split
-from pipeline.suggestion.write import describe_ignored, render_config
+from pipeline.suggestion.write import describe_ignored, history_log, history_path, render_config
 from pipeline.training.config import SPANS, TrainConfig
 from pipeline.transforms.schema import unknown_column
 from storage.artifacts import write_text
@@ -318,12 +318,15 @@ class Written:
     seen: Look
     suggestion: Suggestion
     path: Path
+    history: Path | None = None
+    """The file with a history, if one is proposed."""
 
     def describe(self) -> dict[str, Any]:
         """Returns the result of the command."""
         return {
             "status": "ok",
             "config_path": str(self.path),
+            "history_path": None if self.history is None else str(self.history),
             "looked_at": self.seen.source,
             "rows": self.seen.observed.rows,
             "days": len(self.seen.observed.days),
@@ -362,6 +365,8 @@ def write_suggestion(job: DraftJob, files: bool) -> Written:
     for line in describe_ignored(suggestion.of("ignored")):
         logger.info("left out: %s", line)
     logger.info("split: %s", suggestion.split.why)
+    if written.history is not None:
+        logger.info("with a history of each %s: %s", getattr(suggestion.history, "user", ""), written.history)
     counts = [len(suggestion.of(use)) for use in ("dense", "sparse", "ignored")]
     logger.info("%s dense, %s sparse, %s left out: %s", *counts, written.path)
     return written
@@ -387,10 +392,15 @@ def write(job: DraftJob, seen: Look, tuned: Mapping[str, Mapping[str, Any]] = Ma
     rows, days = seen.observed.rows, len(seen.observed.days)
     path = suggested_path(draft)
     shown = str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
-    text = render_config(suggestion, draft.sections(), rows, days, seen.source, weight, seen.notes, shown)
-    write_text(path, text, 0o600)  # the catalog's properties may hold a password
-    load(path)
-    return Written(job, seen, suggestion, path)
+    kept = draft.sections()
+    files = {path: (shown, kept)}
+    if (log := history_log(suggestion, kept)) is not None:
+        files[Path(history_path(str(path)))] = (history_path(shown), kept | {"events": log})
+    for file, (name, sections) in files.items():
+        text = render_config(suggestion, sections, rows, days, seen.source, weight, seen.notes, name)
+        write_text(file, text, 0o600)  # the catalog's properties may hold a password
+        load(file)
+    return Written(job, seen, suggestion, path, next((file for file in files if file != path), None))
 
 
 def _choose_settings(job: DraftJob, shape: Shape, tuned: Mapping[str, Mapping[str, Any]]) -> Shape:

@@ -43,6 +43,50 @@ def test_settings_of_a_tuned_config_give_way_to_the_suggested_ones(seen, config)
     assert found.evaluation.slices == load(config).evaluation.slices
 
 
+def events(tmp_path: Path, **columns: Any) -> tuple[pa.Table, Path]:
+    """2,000 rows of 50 users and 80 films, with the time of each."""
+    draw = np.random.default_rng(4)
+    at = np.datetime64("2025-01-01T00:00:00", "us") + np.sort(draw.integers(0, 4 * 86_400, 2_000)).astype("m8[s]")
+    made: dict[str, Any] = {"label": draw.integers(0, 2, 2_000), "user_id": draw.integers(0, 50, 2_000)}
+    made |= {DAY: pa.array(at.astype("M8[D]")), "film": draw.integers(0, 80, 2_000), "seen_at": pa.array(at), **columns}
+    return pa.table(made), tmp_path / "own.yaml"
+
+
+def test_a_history_is_proposed_where_a_user_an_item_and_a_time_are_there(seen, tmp_path):
+    """As a file of its own, which only adds the history to the suggestion. Both are the same model to the gate."""
+    rows, path = events(tmp_path)
+    path.write_text("name: own\nsource: {path: 'rows/*.parquet', day_column: seen_at}\n")
+
+    def written(rows: pa.Table) -> Any:
+        return write(DraftJob(load_draft(str(path)), Console(), {}), Look(*look(rows, tmp_path), "files"))
+
+    found = written(rows)
+    assert found.history == found.path.with_name("own_history.yaml")
+    plain, listed = load(found.path), load(found.history)
+    (history,) = listed.features.histories
+    assert (history.table, history.on, history.time, history.as_of) == (
+        "own_events",
+        ("user_id",),
+        "seen_at",
+        "seen_at",
+    )
+    assert (history.last, history.delay_seconds, history.where) == (20, 3_600, "label = 1")
+    assert listed.events["own_events"].path == plain.source.path
+    assert listed.features.sparse[-1].columns == ("liked_film",)
+    same = {"events": {}, "features": plain.features}
+    assert listed.model_copy(update=same) == plain
+    assert f"python -m flows.end_to_end {found.history};" in found.path.read_text()
+    numbers = rows.set_column(4, "seen_at", pa.array(rows["seen_at"].to_numpy().astype("M8[s]").astype(np.int64)))
+    assert written(numbers).history is None, "a history needs timestamps"
+    assert "(features.histories): write 'seen_at' as a timestamp" in found.path.read_text()
+    for name in ("user_id", "film", "seen_at"):
+        assert written(rows.drop_columns(name)).history is None
+    path.write_text(
+        "name: own\nsource: {path: r.parquet, day_column: seen_at, lookups: [{path: u.parquet, on: user_id}]}\n"
+    )
+    assert written(rows).history is None, "the log may lack columns of side tables"
+
+
 def test_what_the_command_names_wins_and_removes_its_twin(seen):
     words = {"training.validate_every_steps": 9, "training.world_size": 1, "model.dropout": 0.0, "training.epochs": 1}
     found = suggested(seen, "configs/flights.yaml", words)
