@@ -1,9 +1,12 @@
 """A config suggested for a table or for files, and a training with that config unchanged."""
 
+import re
 from functools import partial
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 from flows.suggest import suggest
 from flows.train import train
@@ -93,6 +96,16 @@ def test_odd_files_are_read_by_what_the_file_of_the_suggestion_says(command, tmp
     )
 
 
+def test_columns_without_values_are_named_whatever_their_type(command, tmp_path):
+    lines = "\n".join(f"{i * i % 7 % 2},{i % 30},{i * i * 37 % 101}.5,," for i in range(600))
+    (tmp_path / "rows.csv").write_text(f"label,user,price,void,hollow\n{lines}\n")
+    pq.write_table(csv.read_csv(tmp_path / "rows.csv"), tmp_path / "rows.parquet")
+    for name in ("rows.csv", "rows.parquet"):
+        code, result, printed = run(command, f"path={tmp_path}/{name}", home=tmp_path / name.replace(".", "_"))
+        assert code == 0, printed
+        assert "no values in any row, so left out: void, hollow" in result["notes"], name
+
+
 REMEDIES = {
     "words": ("row,x,label\n", "{i},{x},{label}", ["<=50K", ">50K"], [], ("source.positive=\">50K\"",)),
     "three values": ("row,x,label\n", "{i},{x},{label}", ["a", "b", "c"], [], ("source.positive=\"b\"", "source.positive=\"a\"")),
@@ -135,8 +148,16 @@ def test_another_file_gets_another_name_and_the_same_file_its_own_again(command,
 def test_trials_put_the_best_values_into_the_file(command, tmp_path):
     rows = pd.DataFrame({"user": [i % 40 for i in range(900)], "age": [float(i * i % 1_000) for i in range(900)]})
     rows["label"] = ((rows.index % 40) * 7 % 11 < 4).astype(int)
+    rows["film"], rows["at"] = rows.index * 7 % 30, pd.Timestamp("2025-01-06") + pd.to_timedelta(rows.index, unit="h")
     rows.to_parquet(tmp_path / "rows.parquet")
-    words = ("name=own", f"path={tmp_path}/rows.parquet", "trials=2", "training.world_size=1", "training.epochs=2")
+    words = (
+        "name=own",
+        f"path={tmp_path}/rows.parquet",
+        "day_column=at",
+        "trials=2",
+        "training.world_size=1",
+        "training.epochs=2",
+    )
     code, result, printed = run(command, *words, home=tmp_path / "home")
     assert (code, sum(result["sweep"]["trials"].values())) == (0, 2), printed
     config = load(result["config_path"]).model_dump()
@@ -145,6 +166,7 @@ def test_trials_put_the_best_values_into_the_file(command, tmp_path):
         assert config[section][name] == pytest.approx(value)
     assert config["training"]["epochs"] == 2
     assert any(note.startswith("model and training: the best of 2 trials, NE ") for note in result["notes"])
+    assert any(re.match(r"a history of each user has a .*NE.* with it, .* without", note) for note in result["notes"])
 
 
 @pytest.mark.slow

@@ -251,6 +251,8 @@ def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
     with open_raw_rows(make_context(job)) as raw:
         types = column_types(raw.connection, raw.view)
         names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
+        if empty := [name for name in names if types[name] == '"NULL"']:
+            notes.append(f"no values in any row, so left out: {', '.join(empty)}")
         odd = {name: plain_name(name) for name in names if not NAME.fullmatch(name)}
         odd = {name: new for name, new in odd.items() if new not in names}
         if odd:

@@ -59,6 +59,22 @@ def tune(written: Written, trials: int | None, minutes: float | None) -> dict[st
     return _write_best(written, result)
 
 
+def _try_history(tuned: Written, without: float) -> str:
+    """Trains the same values with the suggested history, and says what it gains on the validation rows.
+
+    Args:
+        without: NE of the validation rows without it.
+    """
+    config, console = load(str(tuned.history)), tuned.job.console
+    ingest_days(Workspace(config, console), None, False)
+    space = {key: values for key, values in search_space(config).items() if key == "training.table_weight_decay"}
+    overrides = {"sweep": {"trials": 1, "space": space, "seed": config.seed}}  # the first trial is the config itself
+    ne = run_sweep(Workspace(load(str(tuned.history), overrides), console), None, False)["best"]["valid_ne"]
+    word = "lower" if ne < without else "no lower"
+    numbers = f"{format_metric(ne)} with it, {format_metric(without)} without"
+    return f"a history of each {config.features.histories[0].on[0]} has a {word} NE on the validation rows: {numbers}"
+
+
 def _write_best(written: Written, result: dict[str, Any]) -> dict[str, Any]:
     best, count = result["best"], sum(result["trials"].values())
     values: dict[str, dict[str, Any]] = {}
@@ -69,4 +85,8 @@ def _write_best(written: Written, result: dict[str, Any]) -> dict[str, Any]:
     seen = written.seen.with_note(note)
     tuned = write(written.job, seen, values)
     written.job.console.log.info("%s: %s", note, tuned.path)
+    if tuned.history is not None:
+        gain = _try_history(tuned, best["valid_ne"])
+        tuned = write(written.job, seen.with_note(gain), values)
+        written.job.console.log.info("%s", gain)
     return tuned.describe() | {"sweep": {key: result[key] for key in ("study", "trials", "best", "importances")}}
