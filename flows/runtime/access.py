@@ -93,9 +93,14 @@ def read_secret(folder: Path) -> str:
 
 @contextmanager
 def serving(folder: Path, port: int) -> Iterator[None]:
-    """Marks a port of this machine as the home's own server, until the block or the process ends."""
-    with _mark(folder, port).open("wb") as file:
+    """Marks a port of this machine as the home's own server, until the block or the process ends.
+
+    The mark has the number of this user. Until a process of this user listens there, somebody else may bind the port.
+    """
+    with _mark(folder, port).open("w", encoding="ascii") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(f"{os.getuid()}")
+        file.flush()
         yield
 
 
@@ -103,11 +108,35 @@ def _mark(folder: Path, port: int | str) -> Path:
     return folder / f"server-{socket.gethostname()}-{port}.lock"
 
 
+def listens(user: int, port: int) -> bool:
+    """Whether a process of a user listens at a port of HOST, as the kernel says: it keeps the maker of each socket.
+
+    Source:
+        proc(5), /proc/net/tcp: local address in the bytes of the machine, state 0A (listening), user.
+    """
+    place = f"{int.from_bytes(socket.inet_aton(HOST), sys.byteorder):08X}:{port:04X}"
+    try:
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]]
+    except OSError:
+        return False
+    return any((line[1], line[3], line[7]) == (place, "0A", f"{user}") for line in lines)
+
+
+def _is_own(folder: Path, port: int) -> bool:
+    """Whether the home's own server listens at a port: it is marked, and its listener is of the user of the mark."""
+    mark = _mark(folder, port)
+    try:
+        return is_held(mark) and listens(int(mark.read_text(encoding="ascii")), port)
+    except (OSError, ValueError):
+        return False
+
+
 def find_own_server(home: Path) -> str | None:
     """Returns the address of the Prefect server that `make ui` runs for a home on this machine. None: it runs none."""
     for lock in (home / "prefect").glob(_mark(Path(), "*").name):
-        address = f"http://{HOST}:{lock.stem.rpartition('-')[2]}/api"
-        if is_held(lock) and answers(address):
+        port = lock.stem.rpartition("-")[2]
+        address = f"http://{HOST}:{port}/api"
+        if port.isdecimal() and _is_own(home / "prefect", int(port)) and answers(address):
             return address
     return None
 
@@ -163,7 +192,8 @@ def authenticates_otherwise() -> bool:
 def find_secret(address: str, *homes: Path) -> str | None:
     """Returns the secret for a server: the user's own, or that of the home that runs the server.
 
-    Returns None for any other server, because it must not learn our secret.
+    Returns None for any other server, because it must not learn our secret. Nor for one that has bound the port of a
+    marked server before that could.
 
     Raises:
         ConfigError: If the address is invalid, or the user has set the secret of one of the homes and the server is not
@@ -174,7 +204,7 @@ def find_secret(address: str, *homes: Path) -> str | None:
     except ValueError as error:
         raise ConfigError("PREFECT_API_URL", "the address of a server", f"{error}", "Correct it.") from None
     folders = [home / "prefect" for home in homes]
-    serving = [folder for folder in folders if host == HOST and port and is_held(_mark(folder, port))]
+    serving = [folder for folder in folders if host == HOST and port and _is_own(folder, port)]
     given = os.environ.get(VARIABLE)
     if given is None:
         return read_secret(serving[0]) if serving else None

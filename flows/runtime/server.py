@@ -17,8 +17,9 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from flows.runtime.access import SERVERS, header, make_secret, protect
+from flows.runtime.access import SERVERS, header, listens, make_secret, protect
 from pipeline.errors import ConfigError
 from pipeline.processes.process import die_with_parent, loading
 
@@ -118,9 +119,13 @@ class TemporaryServer:
         """
         limit, starts = time.monotonic() + START_SECONDS, 1
         while time.monotonic() < limit:
-            with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{self.address}/health", timeout=5):
-                self.tables.write_text(self._read_versions())
-                return
+            if listens(os.getuid(), self.port):  # and nobody else has bound the port first
+                with (
+                    suppress(urllib.error.URLError, OSError),
+                    urllib.request.urlopen(f"{self.address}/health", timeout=5),
+                ):
+                    self.tables.write_text(self._read_versions())
+                    return
             if self.process.poll() is not None:
                 if starts == 2:
                     break
@@ -213,8 +218,9 @@ def ask_first(address: str, secret: str) -> None:
     request = urllib.request.Request(f"{address}/admin/version", headers=header(secret))
     with loading():
         for _ in range(TRIES):
-            with suppress(OSError), urllib.request.urlopen(request, timeout=60):
-                return
+            if listens(os.getuid(), urlsplit(address).port or 0):
+                with suppress(OSError), urllib.request.urlopen(request, timeout=60):
+                    return
             time.sleep(SECONDS_BETWEEN_TRIES)
 
 

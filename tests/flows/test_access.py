@@ -223,39 +223,68 @@ def test_the_secret_is_made_once_and_only_its_user_reads_it(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["auth"]
 
 
-def test_another_server_never_learns_the_secret(tmp_path, monkeypatch):
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port at which this process listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_who_binds_the_port_before_the_server_never_learns_the_secret(tmp_path, monkeypatch):
+    """`make ui` marks a port before Prefect has bound it. The kernel knows whose process listens there."""
     monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
     folder = tmp_path / "prefect"
     folder.mkdir()
-    with access.serving(folder, 4200):
-        secret = access.find_secret("http://127.0.0.1:4200/api", tmp_path)
+    with socket.socket() as early:
+        early.bind(("127.0.0.1", 0))
+        number = early.getsockname()[1]
+        address = f"http://127.0.0.1:{number}/api"
+        with access.serving(folder, number):
+            assert access.find_secret(address, tmp_path) is None, "nobody listens yet"
+            early.listen()
+            assert access.find_secret(address, tmp_path) == access.read_secret(folder)
+        monkeypatch.setattr(os, "getuid", lambda: 4242)
+        with access.serving(folder, number):  # of user 4242, and we have bound its port
+            assert access.find_secret(address, tmp_path) is None
+            assert access.find_own_server(tmp_path) is None
+
+
+def test_another_server_never_learns_the_secret(tmp_path, monkeypatch, port):
+    monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
+    folder = tmp_path / "prefect"
+    folder.mkdir()
+    with access.serving(folder, port):
+        secret = access.find_secret(f"http://127.0.0.1:{port}/api", tmp_path)
         assert secret == access.read_secret(folder)
         others = [
-            f"http://{place}/api" for place in ("127.0.0.1:4201", "localhost:4200", "[::1]:4200", "x.example:4200")
+            f"http://{place}/api"
+            for place in ("127.0.0.1:1", f"localhost:{port}", f"[::1]:{port}", f"x.example:{port}")
         ]
         for other in (*others, "https://api.prefect.cloud/api"):
             assert access.find_secret(other, tmp_path) is None
-        assert access.find_secret("http://127.0.0.1:4200/api", tmp_path / "another home") is None
+        assert access.find_secret(f"http://127.0.0.1:{port}/api", tmp_path / "another home") is None
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", "mine:own")
         assert access.find_secret("http://prefect.example:4200/api", tmp_path) == "mine:own"
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", secret)
-        assert access.find_secret("http://127.0.0.1:4200/api", tmp_path) == secret
+        assert access.find_secret(f"http://127.0.0.1:{port}/api", tmp_path) == secret
         for other in others:
             with pytest.raises(ConfigError, match="expected a string for that server, got the one of this home"):
                 access.find_secret(other, tmp_path)
         monkeypatch.delenv("PREFECT_API_AUTH_STRING")
-    assert access.find_secret("http://127.0.0.1:4200/api", tmp_path) is None, "whoever listens there now"
+    assert access.find_secret(f"http://127.0.0.1:{port}/api", tmp_path) is None, "whoever listens there now"
 
 
-def test_the_string_of_a_user_replaces_that_of_the_home(tmp_path, monkeypatch):
+def test_the_string_of_a_user_replaces_that_of_the_home(tmp_path, monkeypatch, port):
     monkeypatch.delenv("PREFECT_API_AUTH_STRING", raising=False)
     own = temporary_settings({prefect.settings.PREFECT_SERVER_API_AUTH_STRING: "mine:own"})
     (tmp_path / "prefect").mkdir()
-    with own, access.serving(tmp_path / "prefect", 4200):
+    with own, access.serving(tmp_path / "prefect", port):
         _, server, _ = ui.commands(tmp_path, 4200, 5000)[0]
         assert server["PREFECT_SERVER_API_AUTH_STRING"] == "mine:own"
-        assert access.find_secret("http://127.0.0.1:4200/api", tmp_path) == "mine:own"
-        assert access.find_secret("http://127.0.0.1:4201/api", tmp_path) is None
+        assert access.find_secret(f"http://127.0.0.1:{port}/api", tmp_path) == "mine:own"
+        assert access.find_secret("http://127.0.0.1:1/api", tmp_path) is None
 
 
 @pytest.mark.parametrize(
