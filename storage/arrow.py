@@ -1,5 +1,7 @@
 """Questions about Arrow types, of which some come in a small and a large variant."""
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
 
@@ -41,6 +43,33 @@ def is_list(kind: pa.DataType) -> bool:
         (True, False)
     """
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def has_zone(kind: pa.DataType) -> bool | None:
+    """Tells whether times of a type have a zone. None: dates, or no times.
+
+    Example:
+        >>> [has_zone(kind) for kind in (pa.timestamp("us", "UTC"), pa.timestamp("us"), pa.date32())]
+        [True, False, None]
+    """
+    return kind.tz is not None if pa.types.is_timestamp(kind) else None
+
+
+def differing_clocks(where: str, zones: Mapping[str, bool | None]) -> str | None:
+    """Says that times with a zone are compared with times without one. None: all are of one kind.
+
+    Args:
+        zones: Column, as people are told of it -> whether its times have a zone. None: dates, which fit both.
+    Example:
+        >>> differing_clocks("source.outcomes", {"event_time": False, "outcome_time": True})
+        'source.outcomes: outcome_time has a zone, event_time has none and counts as UTC. Is it local? Write it in UTC.'
+        >>> differing_clocks("source.outcomes", {"event_time": False, "outcome_time": None})
+    """
+    named = {zone: column for column, zone in zones.items() if zone is not None}
+    if len(named) < 2:
+        return None
+    zoned, plain = named[True], named[False]
+    return f"{where}: {zoned} has a zone, {plain} has none and counts as UTC. Is it local? Write it in UTC."
 
 
 def is_same_type(old: pa.DataType, new: pa.DataType) -> bool:

@@ -179,6 +179,8 @@ def extract(
         if rows.left_out:
             named = ", ".join(f"{name} ({kind})" for name, kind in rows.left_out.items())
             warn(f"columns left out, which the warehouse has no type for and no feature reads: {named}")
+        for note in rows.notes:
+            warn(note)
         plan = _plan_days(ingest)
         _verify_files(rows, plan.due, context)
         profiled, checked = _check_days(ingest, plan)

@@ -10,7 +10,8 @@ from pipeline.data.formats.reading import ReadableFile
 from pipeline.data.formats.types import FILE, ISO_DAY, ROW
 from pipeline.errors import ConfigError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
-from pipeline.extraction.sources import check_keys, create_view
+from pipeline.extraction.sources import check_keys, create_view, has_zone
+from storage.arrow import differing_clocks
 from storage.query import column_types, quote
 from storage.reader import DAY
 
@@ -230,6 +231,7 @@ class Join:
         }
         kinds: dict[str, str] = {}
         dates: dict[str, bool | None] = {}
+        zones: dict[str, bool | None] = {}
         for view, names in needed.items():
             known = column_types(self.connection, view)
             where = f"source.outcomes, {'feature log' if view == source else 'outcome log'}"
@@ -244,9 +246,12 @@ class Join:
                 )  # fmt: skip
             log = f"the {'feature' if view == source else 'outcome'} log"
             kinds[log.removeprefix("the ")] = known[config.on]
-            dates[f"column '{names[1]}' of {log}"] = self._has_dates(view, names[1], known[names[1]])
+            column = f"column '{names[1]}' of {log}"
+            dates[column] = self._has_dates(view, names[1], known[names[1]])
+            zones[column] = has_zone(known[names[1]])
         check_keys("source.outcomes", config.on, kinds)
         self._refuse_dates(dates)
+        self.clocks = differing_clocks("source.outcomes", zones)
         taken = [name for name in config.columns(label) if name in self.connection.view(source).columns]
         if taken:
             raise ConfigError(

@@ -104,6 +104,8 @@ class RawSource:
     """File -> the file that its rows are read from."""
     numbered: bool
     """Whether the rows have the column ROW."""
+    notes: Sequence[str]
+    """What to warn of."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class OpenSource:
     """(side table, column that is null if the side table lacks the row's key)."""
     left_out: Mapping[str, str]
     """Column that is not stored -> its type: the warehouse has none for it, and no feature reads it."""
+    notes: Sequence[str]
+    """What to warn of."""
 
     @property
     def columns(self) -> list[str]:
@@ -166,7 +170,10 @@ def open_source_rows(
             samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, stored)
         else:
             samples = add_event_types(connection, view, context.events, context.place, raw.numbered, stored)
-        yield OpenSource(connection, samples, raw.files, raw.outcomes, raw.lookups, raw.read, join, unmatched, left)
+        notes = [*raw.notes, *([join.clocks] if join is not None and join.clocks else [])]
+        yield OpenSource(
+            connection, samples, raw.files, raw.outcomes, raw.lookups, raw.read, join, unmatched, left, notes
+        )  # fmt: skip
 
 
 @contextmanager
@@ -197,8 +204,8 @@ def open_raw_rows(
             source.rename, _stored_types(context.warehouse, context.table),
         )  # fmt: skip
         tables = [(lookup, [read[file] for file in paths]) for lookup, paths in lookups]
-        view = join_side_tables(connection, "source", tables, source.rename) if lookups else "source"
-        yield RawSource(connection, view, files, outcomes, sides, read, numbered)
+        view, notes = join_side_tables(connection, "source", tables, source.rename) if lookups else ("source", [])
+        yield RawSource(connection, view, files, outcomes, sides, read, numbered, notes)
 
 
 def _stored_types(warehouse: Warehouse, table: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from pipeline.data.formats.reading import ReadableFile, explained, read_files
 from pipeline.data.formats.types import FILE, parse_times
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import SideTable
+from storage.arrow import differing_clocks
 from storage.objects import open_file
 from storage.query import column_types, quote
 
@@ -135,13 +136,18 @@ def check_keys(where: str, key: str, kinds: Mapping[str, str]) -> None:
         )
 
 
+def has_zone(kind: str) -> bool | None:
+    """Whether the times of a DuckDB type have a zone. None: dates, or no times."""
+    return "ZONE" in kind if kind.startswith("TIMESTAMP") else None
+
+
 def join_side_tables(
     connection: duckdb.DuckDBPyConnection,
     source: str,
     lookups: Sequence[tuple[SideTable, list[ReadableFile]]],
     rename: Mapping[str, str] = MappingProxyType({}),
-) -> str:
-    """Creates a view of the source with the columns of every side table, and returns its name.
+) -> tuple[str, list[str]]:
+    """Creates a view of the source with the columns of every side table. Returns its name, and what to warn of.
 
     Args:
         rename: `source.rename`.
@@ -151,7 +157,7 @@ def join_side_tables(
         DataError: If a side table has two rows with one key.
     """
     columns = column_types(connection, source)
-    selected, joins = ["s.*"], []
+    selected, joins, notes = ["s.*"], [], list[str]()
     for i, (lookup, files) in enumerate(lookups):
         view = f"lookup_{i}"
         create_view(connection, view, files, lookup.place, rename=rename)
@@ -161,9 +167,12 @@ def join_side_tables(
         selected += [f"l{i}.{quote(name)}" for name in added]
         selected.append(f"l{i}.__matched AS __matched_{i}")
         joins.append(_join(lookup, view, f"l{i}", columns, own))
+        if lookup.as_of is not None and lookup.valid_from is not None:
+            zones = {lookup.as_of: has_zone(columns[lookup.as_of]), lookup.valid_from: has_zone(own[lookup.valid_from])}
+            notes += filter(None, [differing_clocks(lookup.place, zones)])
         columns |= {name: own[name] for name in added}
     connection.execute(f"CREATE VIEW {source}_wide AS SELECT {', '.join(selected)} FROM {source} s {' '.join(joins)}")
-    return f"{source}_wide"
+    return f"{source}_wide", notes
 
 
 def _join(lookup: SideTable, view: str, name: str, rows: Mapping[str, str], own: Mapping[str, str]) -> str:

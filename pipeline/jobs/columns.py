@@ -1,8 +1,14 @@
-"""Warns of columns that a training reads and learns nothing from."""
+"""Warns of columns that a training reads and learns nothing from, and of times that may be of different clocks."""
 
+from collections.abc import Sequence
+
+from pipeline.config.files import ROOT
+from pipeline.data.joined.source import FeatureSource, list_differing_clocks, pin_sources
 from pipeline.jobs.console import Logger
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.transforms.joins import AnySource
 from storage.layout.columns import Footers
+from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
 
@@ -18,3 +24,11 @@ def warn_of_columns(spec: DataSpec, warehouse: Warehouse, logger: Logger) -> Non
     if search.columns:
         some = "" if search.files_searched == search.files else f" in {search.files_searched} of {search.files} files"
         logger.warning("coverage 0%s on the training days: %s", some, ", ".join(search.columns))
+
+
+def warn_of_clocks(joined: Sequence[AnySource], snapshot: SnapshotRef, warehouse: Warehouse, logger: Logger) -> None:
+    """Warns of feature sources whose times have a zone where those of the rows have none, or the other way round."""
+    timed = [source for source in joined if source.time is not None]
+    sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources(timed, ROOT, warehouse)]
+    for note in list_differing_clocks(sources, warehouse.schema(snapshot)):
+        logger.warning(note)

@@ -20,7 +20,7 @@ from pipeline.data.stored import MICROS, key_type, stored_type, to_key_form, to_
 from pipeline.errors import ConfigError, DataError
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from pipeline.transforms.schema import resolve, unknown_column
-from storage.arrow import is_list
+from storage.arrow import differing_clocks, has_zone, is_list
 from storage.filters import check_filter, parse_filter
 from storage.reader import DAY, SnapshotRef
 from storage.snapshot.pyiceberg_private import to_schema_without_ids
@@ -274,6 +274,17 @@ def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema
             )  # fmt: skip
         found |= {name: side.schema.field(name).type for name in side.schema.names}
     return pa.schema(list(found.items()))
+
+
+def list_differing_clocks(sides: Iterable[FeatureSource], table: pa.Schema) -> list[str]:
+    """Says which sources compare times with a zone with a table's times without one, or the other way round."""
+    found = []
+    for side in sides:
+        at, time = side.source.as_of, side.source.time
+        if at is not None and time is not None:
+            kinds = {f"as_of '{at}'": table.field(at).type, f"time '{time}'": side.raw.field(time).type}
+            found.append(differing_clocks(side.pinned.where, {name: has_zone(kind) for name, kind in kinds.items()}))
+    return [note for note in found if note is not None]
 
 
 def to_filter_schema(columns: Iterable[pa.Field]) -> Schema:

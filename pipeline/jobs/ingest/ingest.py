@@ -16,6 +16,7 @@ from pipeline.extraction.extract import IngestResult, extract
 from pipeline.extraction.opening import SourceContext, generate_logs
 from pipeline.extraction.profiling import held_back_name
 from pipeline.extraction.writing import quarantine_name
+from pipeline.jobs.columns import warn_of_clocks
 from pipeline.jobs.console import step
 from pipeline.jobs.ingest.checks import show_checks, summarize_checks
 from pipeline.jobs.ingest.recompute import newest_noted_day, recompute_features
@@ -244,6 +245,8 @@ def enrich_days(
     result = enrich(workspace, start, end, force)
     declare_columns(workspace, result.columns)
     log = workspace.console.log
+    stored = [source for source in workspace.config.features.sources if source.stored]
+    warn_of_clocks(stored, result.snapshot, workspace.warehouse, log)
     if result.days_skipped:
         log.info("skipped: %s days have these columns from the same feature source", len(result.days_skipped))
     if result.days_without:

@@ -24,6 +24,7 @@ from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.config import refuse_outcomes
 from pipeline.jobs.code_version import hash_lock_file, read_commit
+from pipeline.jobs.columns import warn_of_clocks
 from pipeline.jobs.leaks import refuse_leaks
 from pipeline.jobs.training.identity import LEARNED, describe_rows, digest
 from pipeline.jobs.training.identity import identity as identity_of
@@ -329,6 +330,8 @@ def build_specs(
                 cache_bytes=config.preprocessing.cache_bytes,
             )
     _say_keyless(workspace, snapshot, found["train"].selection.days)
+    read_now = [source for source in config.features.sources if not source.stored]
+    warn_of_clocks(read_now, snapshot, warehouse, workspace.console.log)
     new = [spec for part, spec in found.items() if part in chosen]
     columns = {name for spec in new for name in spec.columns}
     read = {day for spec in new for day in spec.selection.days}

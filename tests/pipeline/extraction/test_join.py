@@ -2,6 +2,7 @@
 
 import datetime
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,36 @@ def test_dates_in_both_logs_have_windows_of_whole_days(ingest: Any, stored: Any,
         ingest(source())
     ingest(source(window_seconds=86_400))
     assert stored()["label"].sum() == 15
+
+
+@pytest.mark.parametrize("log", ["shown", "happened", "changed", None])
+def test_times_without_a_zone_count_as_utc_and_are_said(
+    ingest: Any, stored: Any, put: Any, monkeypatch: pytest.MonkeyPatch, log: str | None
+) -> None:
+    """Wherever the machine is. One column has a zone, in which its times read differently; pandas is the reference."""
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        moved = {log: lambda times: times.tz_localize("UTC").tz_convert("America/New_York")}
+        put_logs(put, shown=moved.get("shown"), happened=moved.get("happened"))
+        changed = pd.to_datetime(["2024-01-01 00:00", "2024-01-01 06:15"])
+        since = moved["changed"](changed) if log == "changed" else changed
+        put("side.parquet", user=[1, 1], since=since, plan=[1, 2])
+        notes: list[str] = []
+        side = {"path": "side.parquet", "on": "user", "valid_from": "since", "as_of": "event_time"}
+        ingest(source() | {"lookups": [side]}, warn=notes.append)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    frame = stored().sort_values("impression_id")
+    assert frame["label"].tolist() == [number % 4 == 0 for number in range(60)]
+    at = pd.Timestamp("2024-01-01 03:00") + pd.to_timedelta(np.arange(60) * 600, unit="s")
+    assert frame["plan"].tolist() == np.where(at < changed[1], 1, 2).tolist()
+    outcomes, lookup = (
+        any(note.startswith(place) for note in notes) for place in ("source.outcomes", "source.lookups")
+    )
+    assert (outcomes, lookup) == (log in ("shown", "happened"), log in ("shown", "changed"))
+    assert len([note for note in notes if "has none and counts as UTC" in note]) == outcomes + lookup
 
 
 UNMATCHED = {

@@ -1,11 +1,14 @@
 """Days from their ingest to the training: open days, and days without materialized columns."""
 
 import datetime
+import logging
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -16,6 +19,7 @@ from pipeline.catalog.events import newest_events, read_events
 from pipeline.config import load
 from pipeline.data.day_notes import materialized_columns, open_days
 from pipeline.data.joined.materialized import written_columns
+from pipeline.data.joined.reader import open_reader
 from pipeline.errors import ConfigError
 from pipeline.jobs.ingest.ingest import enrich_days, ingest_days
 from pipeline.jobs.training.job import resolve_dataset
@@ -248,3 +252,43 @@ def test_two_backfills_at_once_keep_the_columns_of_both(tmp_path: Path, monkeypa
         enrich_days(workspace(tmp_path, stored=False), None, None, False)
     warehouse = other.warehouse
     assert written_columns(warehouse, "beta") == {"score", "weight"}
+
+
+# Times with and without a zone
+
+
+@pytest.mark.parametrize("zoned", [True, False])
+def test_times_of_a_source_in_a_zone_are_compared_in_utc_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, zoned: bool
+) -> None:
+    """Wherever the machine is; DuckDB is the reference."""
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        put_day(tmp_path, 0, side=False)
+        since = pd.to_datetime(["2025-03-01 00:00", "2025-03-01 05:00", "2025-03-01 11:10"] * 10)
+        rows = {"user": np.repeat(np.arange(10), 3), "score": np.arange(30.0)}
+        given = since.tz_localize("UTC").tz_convert("America/New_York") if zoned else since
+        (tmp_path / "side").mkdir()
+        pq.write_table(pa.table(rows | {"since": given}), tmp_path / "side" / "all.parquet")
+        keys = {"day_column": None, "valid_from": "since", "as_of": "event_time"}
+        space = workspace(
+            tmp_path, {"hash": {"key": "user", "shares": {"train": 0.5, "test": 0.5}}, "open_days": True}, **keys
+        )
+        with caplog.at_level(logging.WARNING):
+            ingest_days(space, None, False)
+            resolve_dataset(space, None)
+        snapshot = space.warehouse.current("beta")
+        reader = open_reader(space.warehouse, snapshot, ["user", "event_time", "score"], None, space.feature_joins())
+        got = pa.concat_tables([pa.table(reader.read(one)) for one in reader.fragments()]).to_pandas()
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    shown, side = got.drop(columns="score"), pd.DataFrame(rows | {"since": since})  # noqa: F841, DuckDB reads them
+    expected = duckdb.sql(
+        "SELECT side.score FROM shown ASOF JOIN side ON shown.user = side.user AND shown.event_time >= side.since"
+        " ORDER BY shown.event_time"
+    ).fetchall()
+    assert got.sort_values("event_time")["score"].tolist() == [score for (score,) in expected]
+    said = [line for line in caplog.messages if "time 'since' has a zone, as_of 'event_time' has none" in line]
+    assert len(said) == zoned
