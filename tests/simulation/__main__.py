@@ -1,6 +1,6 @@
 """python -m tests.simulation [side=NAME] [first=0] [schedules=1000] [processes=N], or side=NAME seed=N to repeat one.
 
-The sides are preprocessing, checkpoints, tables and registry. Without `side`, each has its share of the schedules.
+The sides are preprocessing, checkpoints, tables, registry and days. Without `side`, each has its share of the schedules.
 Repeating one prints its trace.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-SHARES = {"preprocessing": 0.8, "checkpoints": 0.1, "registry": 0.095, "tables": 0.005}
-"""A schedule of the storage side takes longer, because it writes real files."""
+SHARES = {"preprocessing": 0.77, "checkpoints": 0.1, "registry": 0.095, "tables": 0.034, "days": 0.001}
+"""A schedule of the storage side takes longer, because it writes real files, and one of days half a minute."""
 Found = tuple[Counter[str], set[Any], list[tuple[int, str]], Counter[str]]
 
 

@@ -7,10 +7,8 @@ simulated. A person is, too: after an error it restores files or raises a bound,
 import datetime
 import hashlib
 import random
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from pipeline.training.state.progress import TrainingProgress
 from storage.reader import Fragment
 from tests.simulation import network, ranks, workers
 from tests.simulation.network import Link, SimulatedService
+from tests.simulation.outcome import scratch
 from tests.simulation.ranks import Group, Trained
 from tests.simulation.workers import Disk
 from tests.simulation.world import BrokenPromise, World, require
@@ -247,14 +246,6 @@ class Run:
 
     def draws(self, epoch: int, number: int) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch, number])))
-
-
-@contextmanager
-def scratch() -> Iterator[Path]:
-    """Yields a folder in memory, if there is such a place."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 def play(seed: int, calm: bool = False) -> Outcome:

@@ -286,6 +286,9 @@ class Monitor:
 
     def finish(self) -> None: ...
 
+    def aggregate_metrics(self) -> dict[str, float]:
+        return {}
+
 
 @contextmanager
 def simulated(run: Run) -> Iterator[None]:

@@ -2,14 +2,16 @@
 
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.simulation import checkpoints, registry, tables
-from tests.simulation.outcome import Outcome
+from tests.simulation import checkpoints, days, registry, tables
+from tests.simulation.outcome import Outcome, scratch
+from tests.simulation.world import BrokenPromise
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,6 +49,25 @@ def test_a_training_is_registered_once_and_an_alias_names_a_whole_version() -> N
     """Whatever is killed or away, whoever else promotes, and however wrong the clock is."""
     struck = play_all("registry", registry.play, range(150))
     assert struck.keys() == set(registry.FAULTS)
+
+
+@pytest.mark.slow
+def test_each_closed_day_is_trained_on_and_judges_once_and_no_other_day_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes late, twice, by halves, of the future or not at all. `make simulate` plays forty days each."""
+    monkeypatch.setattr(days, "DAYS", 12)
+    struck = play_all("days", days.play, range(3, 6))
+    assert len(struck) > 5
+
+
+def test_an_error_without_effect_is_a_broken_promise() -> None:
+    def die() -> None:
+        thread = threading.Thread(target=lambda: 1 / 0)
+        thread.start()
+        thread.join()
+
+    for fail in (die, lambda: print("Traceback (most recent call last):", file=sys.stderr)):
+        with pytest.raises(BrokenPromise, match="1 errors had no effect"), scratch():
+            fail()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from pipeline.jobs.training.provenance import find_record
 from pipeline.jobs.training.rank.spec import WEIGHTS
 from pipeline.jobs.training.train import fetch_served
 from pipeline.jobs.workspace import Workspace
-from pipeline.preprocessing.dataset import DataSpec
+from pipeline.preprocessing.dataset import DataSpec, count_rows
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, list_spared, no_champion
 from pipeline.registration.versions import TRAINED_FROM, find_versions
 from pipeline.training.state import checkpoint
@@ -31,6 +31,8 @@ from storage.reader import SnapshotRef
 
 DAY_TAG, TRAINING_TAG = "dlrm.day", "dlrm.training"
 """Tags of an MLflow run: its day, and the kind of training on it."""
+FEW_ROWS = 1_000
+"""Days of fewer rows may have none in the test part."""
 CHECKPOINTS = "checkpoints"
 """Folder in a run's folder."""
 
@@ -108,6 +110,21 @@ def find_next_days(
     if not config.split.open_days:
         not_closed |= open_days(warehouse, snapshot)
     return find_pending(contents, champion.days, champion.trained_to, not_closed, config.split)
+
+
+def list_untested(workspace: Workspace, days: Sequence[datetime.date]) -> list[datetime.date]:
+    """Returns those of some days that have no row in the test part of the split, as days of very few rows may have.
+
+    No work of their own can be done on them. The training of the next day takes their rows.
+    """
+    warehouse = workspace.warehouse
+    snapshot = warehouse.current(workspace.config.name)
+    rows = warehouse.day_rows(snapshot)
+    small = [day for day in days if rows[day] < FEW_ROWS]
+    if not small:
+        return []
+    spec = build_specs(workspace, snapshot)["test"]
+    return [day for day in small if count_rows(_replace_days(spec, (day,)), warehouse) == 0]
 
 
 def pin_day(workspace: Workspace, day: datetime.date, force: bool) -> Today:

@@ -24,6 +24,7 @@ from pipeline.jobs.recurring.day import (
     find_next_days,
     is_changed,
     list_aliased_folders,
+    list_untested,
     make_day_job,
     pin_day,
     require_champion,
@@ -78,9 +79,13 @@ def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str
             list_days(pending.changed),
             "is from scratch" if pending.rewritten else "uses these days again",
         )
-    if not pending.closed and not force:
+    untested = list_untested(workspace, pending.closed)
+    if untested:
+        log.warning("no row is in the test part of %s; the next day trains on them, too", list_days(untested))
+    closed = [day for day in pending.closed if day not in untested]
+    if not closed and not force:
         return describe_idle(workspace, pending)
-    *missed, last = pending.closed or (pending.newest,)
+    *missed, last = closed or (pending.newest,)
     days = [train_day(workspace, day, False, False) for day in missed]
     days.append(train_day(workspace, last, scratch, force))
     return days[-1] | {
@@ -103,7 +108,8 @@ def describe_idle(workspace: Workspace, pending: PendingDays) -> dict[str, Any]:
     The status is `ok`, not `skipped`, while learned days have changed.
     """
     champion = require_champion(workspace)
-    workspace.console.log.info("the champion has learned all days up to %s, the newest closed day", pending.newest)
+    if not pending.closed:
+        workspace.console.log.info("the champion has learned all days up to %s, the newest closed day", pending.newest)
     return {
         "status": "ok" if pending.changed else "skipped",
         "model": {"name": workspace.config.model_name, "version": champion.version, "alias": "champion"},

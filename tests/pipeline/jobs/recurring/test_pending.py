@@ -2,6 +2,7 @@
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -210,3 +211,33 @@ def test_days_that_the_config_leaves_out_are_not_new() -> None:
     contents = {january(day): "same" for day in range(1, 6)}
     found = find_pending(contents, {"2025-01-01": "same", "2025-01-03": "same"}, january(3), [january(5)], split)
     assert (found.changed, found.closed, found.newest) == ((), (january(4),), january(4))
+
+
+def test_days_without_a_row_to_test_on_are_trained_on_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the first such day would end every night: here each of ten days has the one row of a user of its own."""
+    monkeypatch.delenv("DLRM_HOME", raising=False)
+    sparse = {"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 16}]}
+    values = {"name": "mornings", "home": str(tmp_path), "source": {"path": "none.parquet", "day": "2025-01-01"}}
+    values |= {"features": {"sparse": [sparse]}, "split": SPLIT, "model": {"interaction": "cat"}}
+    space = Workspace(load(values))
+    rows = [(1, user, user % 2) for user in range(40)] + [(day, 100 + day, 0) for day in range(2, 12)] + [(12, 0, 1)]
+    days, users, labels = zip(*rows, strict=True)
+    table = pa.table({"day": pa.array(map(january, days), pa.date32()), "user": users, "label": labels})
+    write_days(space.warehouse, table, name="mornings")
+    promote(space, 1)
+    worked: list[datetime.date] = []
+
+    def work(workspace: Workspace, day: datetime.date, scratch: bool, force: bool) -> dict[str, Any]:
+        worked.append(day)
+        return {"status": "ok", "day": f"{day}", "model": None}
+
+    monkeypatch.setattr("pipeline.jobs.recurring.run.train_day", work)
+    train_new_days(space, scratch=False, force=False)
+    closed = [january(day) for day in range(2, 12)]
+    untested = [day for day in closed if day not in worked]
+    assert worked == sorted(worked)
+    assert 0 < len(untested) < 10
+    assert "no row is in the test part of " in caplog.text
+    assert set(pin_day(space, worked[-1], force=False).new_days) == {day for day in closed if day <= worked[-1]}
