@@ -252,7 +252,8 @@ class Join:
         check_keys("source.outcomes", config.on, kinds)
         self._refuse_dates(dates)
         self.clocks = differing_clocks("source.outcomes", zones)
-        taken = [name for name in config.columns(label) if name in self.connection.view(source).columns]
+        there = {name.lower(): name for name in self.connection.view(source).columns}
+        taken = [there[name.lower()] for name in config.columns(label) if name.lower() in there]
         if taken:
             raise ConfigError(
                 "source.outcomes",

@@ -9,6 +9,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.formats.csv import refuse_like_names
 from pipeline.data.formats.files import SourceFile, address_of, folder_values
 from pipeline.data.formats.reading import ReadableFile, explained, read_files
 from pipeline.data.formats.types import FILE, parse_times
@@ -60,6 +61,7 @@ def create_view(
         ]
         if formats and parsed:
             rows = parse_times(rows, parsed, formats)
+        refuse_like_names(f"columns of {where}", rows.columns)  # DuckDB would give one of them another name
         rows.create_view(name)
 
 
@@ -215,9 +217,12 @@ def _check_side_table(
     for named, there, table in ((lookup.as_of, columns, "rows"), (lookup.valid_from, own, "side table")):
         if named is not None and named not in there:
             raise ConfigError(where, f"column '{named}' in the {table}", "none of that name", "Correct the name.")
-    taken = [name for name in own if name in columns and name not in (*lookup.on, lookup.valid_from)]
+    lowered = {name.lower() for name in columns}
+    taken = [name for name in own if name.lower() in lowered and name not in (*lookup.on, lookup.valid_from)]
     if taken:
-        raise ConfigError(where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them.")
+        raise ConfigError(
+            where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them."
+        )  # fmt: skip
     key = ", ".join(map(quote, [*lookup.on, *([] if lookup.valid_from is None else [lookup.valid_from])]))
     row = connection.sql(f"SELECT count(*), count(DISTINCT ({key})) FROM {view}").fetchall()[0]
     if row[0] != row[1]:

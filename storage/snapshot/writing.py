@@ -245,6 +245,16 @@ def _refuse_split(table: Table, names: Collection[str], anew: Collection[str]) -
                 where, f"field {number}, which it was", "a drop of it by another engine. It would be null in all "
                 "earlier days", f'Give the source\'s column another name, such as rename={{"{name}": "{name}_2"}}.',
             )  # fmt: skip
+    cased = {there.lower(): there for there in now.values()}
+    for name in names:
+        other = cased.get(name.lower(), name)
+        if other != name and name not in now.values():
+            raise StorageError(
+                f"column '{name}' of table '{table.name()[-1]}'",
+                "a name that differs from others in more than its case",
+                f"'{other}' in the table: the values of one column would be in two",
+                f'Write one of them everywhere, such as rename={{"{name}": "{other}"}}.',
+            )  # fmt: skip
 
 
 def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel
 from pyiceberg.schema import Schema, assign_fresh_schema_ids
 
+from pipeline.data.formats.csv import refuse_like_names
 from pipeline.data.formats.files import Stamp, address_of, find_files, fingerprint, stamp
 from pipeline.data.joined.raw import RawRows
 from pipeline.data.stored import MICROS, key_type, stored_type, to_key_form, to_micros, to_stored_form
@@ -272,6 +273,7 @@ def added_columns(sides: Sequence[FeatureSource], table: pa.Schema) -> pa.Schema
                 side.pinned.where, "columns that the rows do not have", f"existing columns {', '.join(repeated)}",
                 "Set `stored: true` if flows.enrich wrote them, otherwise set `prefix`.",
             )  # fmt: skip
+        refuse_like_names(side.pinned.where, [*table.names, *found, *side.schema.names])
         found |= {name: side.schema.field(name).type for name in side.schema.names}
     return pa.schema(list(found.items()))
 

@@ -121,9 +121,9 @@ def test_an_impression_logged_twice_is_one_sample_and_names_may_differ(ingest: A
             "Convert the column, name another, or set source.date_format if it is text.",
         ),
         (
-            {"impression_id": [1], "event_time": seconds([0]), "label": [0]},
+            {"impression_id": [1], "event_time": seconds([0]), "Label": [0]},
             {"impression_id": [1], "outcome_time": seconds([1])},
-            "source.outcomes: expected a feature log without 'label', got one that already has this column. "
+            "source.outcomes: expected a feature log without 'Label', got one that already has this column. "
             "Rename the column or the label. Without source.outcomes, rows keep their own label.",
         ),
     ],

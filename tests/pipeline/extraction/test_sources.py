@@ -438,9 +438,9 @@ def test_rows_keep_their_order_with_any_join(ingest: Any, stored: Any, put: Any)
             "Remove duplicate and empty keys.",
         ),
         (
-            {"user": [1], "price": [1], "label": [0]},
+            {"user": [1], "Price": [1], "label": [0]},
             ConfigError,
-            "source.lookups 'side.parquet': expected columns that the rows do not have, got price, label in both. "
+            "source.lookups 'side.parquet': expected columns that the rows do not have, got Price, label in both. "
             "Rename them.",
         ),
         (

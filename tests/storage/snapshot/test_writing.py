@@ -152,3 +152,15 @@ def test_a_column_is_written_by_the_name_that_another_engine_gave_it(warehouse: 
         update.rename_column("who", "name")
     with pytest.raises(StorageError, match="rename of it to 'name'"):
         append_rows(warehouse, "log", SCHEMA, [{"day": DAY, "who": "b", "number": 2}])
+
+
+def test_a_column_whose_name_differs_in_case_alone_is_not_split(warehouse: Warehouse) -> None:
+    write_days(warehouse, rows_of(datetime.date(2025, 1, 1), score=[1.5]), name="cased")
+    with pytest.raises(StorageError) as refused:
+        write_days(warehouse, rows_of(datetime.date(2025, 1, 2), Score=[2.5]), name="cased")
+    assert str(refused.value) == (
+        "column 'Score' of table 'cased': expected a name that differs from others in more than its case, got 'score' in "
+        'the table: the values of one column would be in two. Write one of them everywhere, such as rename={"Score": '
+        '"score"}.'
+    )
+    assert warehouse.schema(warehouse.current("cased")).names == ["day", "score"]
