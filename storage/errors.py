@@ -2,15 +2,19 @@
 
 import difflib
 import dis
+import errno
 import importlib
 import inspect
 import itertools
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any, Self
 
+SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What the system says if a process cannot open more files, or gets no memory."""
 LONGEST_PART = 2_000
 """Characters of each part of a message."""
 
@@ -47,6 +51,25 @@ class ContractError(Exception):
         if not where:
             return f"{expected}. {remedy}"
         return f"{where}: expected {expected}, got {actual}. {remedy}"
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether the machine lacks open files or memory, which says nothing about a file. Libraries wrap such errors.
+
+    Example:
+        >>> is_shortage(OSError(errno.EMFILE, "")), is_shortage(ValueError("IO Error: a.csv: Too many open files"))
+        (True, True)
+        >>> is_shortage(FileNotFoundError(errno.ENOENT, "No such file"))
+        False
+    """
+    known = isinstance(error, MemoryError) or getattr(error, "errno", None) in SHORTAGES
+    return known or any(os.strerror(code) in f"{error}" for code in SHORTAGES)
+
+
+def machine_lacks(where: str, error: Exception) -> "StorageError":
+    """Returns the error about files that cannot be read because of a shortage of the machine."""
+    reason = f"{error}".split("\n")[0].rstrip(".")
+    return StorageError(where, "open files and memory enough", reason, "Raise `ulimit -n`, or run less at once.")
 
 
 class ConfigError(ContractError):

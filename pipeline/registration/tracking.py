@@ -26,6 +26,7 @@ from pydantic import BaseModel, ValidationError
 from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.sections import in_section
+from storage.errors import SHORTAGES
 from storage.scratch import ScratchFolder
 
 if TYPE_CHECKING:
@@ -363,13 +364,14 @@ def is_denied(error: Exception) -> bool:
 
 
 def is_disk_error(error: Exception) -> bool:
-    """Whether this machine lacks disk space or permissions. MLflow wraps such errors.
+    """Whether this machine lacks disk space, permissions, open files or memory. MLflow wraps such errors.
 
     Example:
         >>> is_disk_error(OSError(errno.ENOSPC, "No space left on device")), is_disk_error(FileNotFoundError("no"))
         (True, False)
     """
-    return any(f"[Errno {code}]" in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EACCES))
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, *SHORTAGES)
+    return any(f"[Errno {code}]" in str(error) for code in codes)
 
 
 def redact(text: str) -> str:

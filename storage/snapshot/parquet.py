@@ -10,15 +10,14 @@ import pyarrow.parquet as pq
 from pyiceberg.io import FileIO
 from pyiceberg.table import Table
 
-from storage.errors import CorruptFileError, StorageError
+from storage.errors import CorruptFileError, StorageError, is_shortage
 from storage.pages.footer import SUFFIX, read_footer
 from storage.snapshot.foreign import remedy_of
 
 REPAIR = "Put it back from a copy, or write its rows again with the engine of table '{}'."
 """Remedy for a file of another engine's table."""
-SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 REFUSALS = (errno.EACCES, errno.EPERM)
-"""What the system says if a process may not read a file, or cannot open more."""
+"""What the system says if a process may not read a file."""
 READ_OPTIONS: dict[str, Any] = {
     "page_checksum_verification": True,
     "list_type": pa.LargeListType,  # the Arrow types that Iceberg's types map to
@@ -64,7 +63,7 @@ def reading(where: str, table: Table) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in SHORTAGES:
+        if is_shortage(error):
             raise
         if error.errno in REFUSALS:
             raise StorageError(

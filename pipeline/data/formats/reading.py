@@ -21,6 +21,7 @@ from pipeline.data.formats.files import SourceFile, address_of, form_of
 from pipeline.data.formats.json import copy_json, count_lines
 from pipeline.data.formats.types import FILE, ROW, common_types, type_text
 from pipeline.errors import DataError
+from storage.errors import is_shortage, machine_lacks
 from storage.names import Format
 from storage.objects import ObjectFile, open_file, store_failure
 from storage.query import connect, quote
@@ -193,6 +194,8 @@ def explained(where: str, remedy: str = "Correct the file, or set source.format.
         if isinstance(error, duckdb.OutOfMemoryException):
             remedy = "Raise ingest.memory_bytes, or read fewer files at once."
             raise DataError(where, "rows that fit into DuckDB's memory", first_line(error), remedy) from error
+        if is_shortage(error):
+            raise machine_lacks(where, error) from error
         unicode = isinstance(error, UnicodeDecodeError) or ("Invalid unicode" in f"{error}" and "CSV" not in f"{error}")
         reason = "text that is not UTF-8" if unicode else first_line(error)
         raise DataError(where, "readable values", reason, remedy) from error

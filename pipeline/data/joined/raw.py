@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from pipeline.data.formats.files import Stamp, fingerprint, form_of, stamp
 from pipeline.data.stored import to_days
 from pipeline.errors import ContractError, DataError
+from storage.errors import is_shortage, machine_lacks
 from storage.objects import ObjectFile, find_objects, is_address, open_file
 from storage.reader import SnapshotRef
 from storage.scratch import ScratchFolder
@@ -157,6 +158,8 @@ class RawRows:
     def _unreadable(self, error: Exception) -> ContractError:
         if isinstance(error, ContractError):
             return error
+        if is_shortage(error):
+            return machine_lacks(self.where, error)
         reason = str(error).split("\n")[0].rstrip(".")
         return DataError(self.where, "readable files", reason, "Repair the files.")
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from pipeline.errors import ContractError, TrainingError
 from storage.artifacts import inside, seal_folder, sha256, write_json
-from storage.errors import StorageError
+from storage.errors import StorageError, is_shortage, machine_lacks
 
 TRUNCATED = re.compile("unexpected pos|failed writing")
 """Messages of torch.save on a full disk. It hides the original error."""
@@ -185,7 +185,9 @@ def verify(folder: Path) -> None:
     """
     try:
         manifest = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        if is_shortage(error):  # else an older checkpoint would be loaded
+            raise machine_lacks(f"checkpoint '{folder.name}'", error) from error
         raise _damaged(folder, "a readable manifest", "none") from None
     present = {path.name for path in folder.iterdir()} - {MANIFEST}
     if linked := sorted(path.name for path in folder.iterdir() if path.is_symlink()):
@@ -205,7 +207,9 @@ def read_progress(folder: Path) -> dict[str, Any]:
 def _notes(folder: Path, part: str) -> dict[str, Any]:
     try:
         notes = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError) as error:
+        if is_shortage(error):
+            raise machine_lacks(f"checkpoint '{folder.name}'", error) from error
         notes = None
     if not isinstance(notes, dict) or not isinstance(notes.get(part, {}), dict):
         raise _damaged(folder, f"the {part} in {PROGRESS}", "other content")

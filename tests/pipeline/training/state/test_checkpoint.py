@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import pickle
+import resource
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from pipeline.training.state.checkpoint import CheckpointError
 from pipeline.training.state.checkpoints import Checkpoints
 from pipeline.training.state.progress import load_progress
 from storage.artifacts import sha256
+from storage.errors import StorageError
 
 pytestmark = pytest.mark.usefixtures("device")
 PROGRESS = {"steps": 3, "position": {"epoch": 0, "batches": 3}}
@@ -503,3 +506,22 @@ def test_a_checkpoint_of_links_is_skipped(root: Path) -> None:
     with pytest.raises(CheckpointError, match="expected regular files, got links: "):
         checkpoint.verify(folder)
     assert name(checkpoint.find_latest(root)) == "step-0000000002"
+
+
+def test_a_checkpoint_that_cannot_be_opened_for_now_is_not_a_damaged_one(root: Path) -> None:
+    """Else the training would go on from an older one."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(os.listdir("/proc/self/fd")) - 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken, limits[1]))
+    try:
+        with ExitStack() as stack:
+            with suppress(OSError):
+                while True:
+                    stack.enter_context(open(os.devnull, encoding="utf-8"))
+            with pytest.raises(StorageError) as refused:
+                checkpoint.verify(root / "step-0000000010")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert not isinstance(refused.value, CheckpointError)
+    assert "Too many open files" in str(refused.value)
+    assert name(checkpoint.find_latest(root)) == "step-0000000010"
