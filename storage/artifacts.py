@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -170,6 +170,14 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def hash_contents(files: Iterable[tuple[Path, bytes]]) -> str:
+    """Returns the SHA-256 of files, names and contents, in the order of the names."""
+    digest = hashlib.sha256()
+    for name, content in sorted(files):
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
 
 
 def sha256(path: Path) -> str:

@@ -1,6 +1,5 @@
 """How the project's loops become machine code."""
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -10,21 +9,20 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from storage.artifacts import hash_contents
 from storage.numba_private import add_stamp
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def hash_sources(packages: Path) -> str:
+def hash_loops(packages: Path) -> str:
     """Returns a hash of all source files with loops. A loop has the code of the functions that it calls in others."""
-    digest = hashlib.sha256()
-    for path in sorted(path for room in ("pipeline", "storage") for path in (packages / room).rglob("*.py")):
-        if b"storage.compiled" in (content := path.read_bytes()):
-            digest.update(f"{path.relative_to(packages)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+    paths = (path for room in ("pipeline", "storage") for path in (packages / room).rglob("*.py"))
+    files = ((path.relative_to(packages), path.read_bytes()) for path in paths)
+    return hash_contents((name, content) for name, content in files if b"storage.compiled" in content)
 
 
-SOURCES = hash_sources(Path(__file__).resolve().parents[1])
+SOURCES = hash_loops(Path(__file__).resolve().parents[1])
 """Version of all loops. Numba itself looks only at the file of a loop when it takes its code from the disk."""
 
 

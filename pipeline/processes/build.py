@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import ConfigError
 from pipeline.processes.process import PACKAGES
+from storage.artifacts import hash_contents
 
 ROOMS = ("pipeline", "storage", "models")
 """Folders with the code that ranks may import. Ray sends these to the machines of a cluster, each to a folder of its
@@ -87,11 +88,7 @@ def read_packages() -> dict[str, str]:
 
 def hash_sources() -> str:
     """Returns the hash of all source files, names and contents."""
-    digest = hashlib.sha256()
-    for name, path in sorted(_find_sources()):
-        content = path.read_bytes()
-        digest.update(f"{name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:16]
+    return hash_contents((name, path.read_bytes()) for name, path in _find_sources())[:16]
 
 
 def _find_sources() -> Iterator[tuple[Path, Path]]:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from storage.compiled import SOURCES, hash_sources
+from storage.compiled import SOURCES, hash_loops
 
 LOOP = """
 from helper import add
@@ -43,9 +43,9 @@ def test_the_version_of_loops_changes_with_any_file_that_has_some(tmp_path: Path
     for name in ("pipeline/a/one.py", "storage/two.py", "pipeline/plain.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x = 1\n" if "plain" in name else "from storage.compiled import compiled\n")
-    first = hash_sources(tmp_path)
+    first = hash_loops(tmp_path)
     (tmp_path / "pipeline/plain.py").write_text("x = 2\n")
-    assert hash_sources(tmp_path) == first
+    assert hash_loops(tmp_path) == first
     (tmp_path / "pipeline/a/one.py").write_text("from storage.compiled import compiled, inlined\n")
-    assert hash_sources(tmp_path) != first
+    assert hash_loops(tmp_path) != first
     assert len(SOURCES) == 64

@@ -17,8 +17,8 @@ class Manifest(BaseModel, frozen=True):
 
     at: Annotated[str, StringConstraints(pattern=r"^[a-z]+(-[0-9]{10})?[-/][0-9a-f]{32}$")]
     """Folder of the files. Each save has its own, so a checkpoint of the same name is replaced at once."""
-    files: Mapping[str, str]
-    """File -> SHA-256."""
+    files: Mapping[Annotated[str, StringConstraints(pattern=r"^\.?[A-Za-z0-9_][A-Za-z0-9_.-]*$")], str]
+    """File -> SHA-256. A name becomes a path where the checkpoint is copied to, so it names no folder."""
 
 
 class _Content(BaseModel, frozen=True):

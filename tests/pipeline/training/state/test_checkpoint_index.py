@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.errors import TrainingError
 from pipeline.training.state import checkpoint
@@ -272,3 +273,11 @@ def test_only_the_attempt_that_opened_the_index_last_writes_it(who: str, what: s
         with pytest.raises(TrainingError, match=TAKEN):
             writes()
     assert now.read().keys() == {"step-1", "step-2"}
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", "..", ""])
+def test_files_of_an_index_name_no_folder(name: str) -> None:
+    """They become paths where a checkpoint is copied to."""
+    with pytest.raises(ValidationError):
+        Manifest(at=f"step-0000000001-{'0' * 32}", files={name: "0" * 64})
+    Manifest(at=f"step-0000000001-{'0' * 32}", files={".metadata": "0" * 64, "__0_0.distcp": "1" * 64})

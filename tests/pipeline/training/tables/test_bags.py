@@ -1,12 +1,13 @@
 """The CPU kernel against a row-by-row reference in float64, FBGEMM, and itself with other thread counts."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torchrec.distributed import batched_embedding_kernel
 
@@ -14,13 +15,8 @@ from pipeline.errors import ConfigError
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables import kernels
 from pipeline.training.tables.bags import NumbaBags, require_fbgemm, set_update_number, use_table_kernel
+from tests.pipeline.training.tables.drawn_bags import EPS, OPTIMIZERS, RATE, make_bags
 
-OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-}
 TABLES = [(40, 84), (3, 12), (1, 4)]
 """Rows and widths. Columns of the first are summed by four registers, by one, and singly."""
 OWNERS = [0, 0, 1, 2]
@@ -28,24 +24,10 @@ OWNERS = [0, 0, 1, 2]
 POOLINGS = [(False, False), (True, False), (False, True)]
 """Sums, means, and sums with a weight for each id."""
 WIDTH = sum(TABLES[owner][1] for owner in OWNERS)
-BAGS, STEPS, RATE, EPS = 24, 5, 0.1, 1e-8
+BAGS, STEPS = 24, 5
 
 
-def make(kernel: type, optimizer: str, mean: bool, threads: int = 1, **settings: Any) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        bags = kernel(
-            [(rows, width, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, width in TABLES],
-            feature_table_map=OWNERS, optimizer=OPTIMIZERS[optimizer], learning_rate=RATE, eps=EPS, device="cpu",
-            pooling_mode=PoolingMode.MEAN if mean else PoolingMode.SUM, **settings,
-        )  # fmt: skip
-    finally:
-        torch.set_num_threads(before)
-    generator = torch.Generator().manual_seed(7)
-    for table in bags.split_embedding_weights():
-        table.copy_(torch.rand(table.shape, generator=generator) - 0.5)
-    return bags
+make = partial(make_bags, TABLES, OWNERS)
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -1,23 +1,18 @@
 """fp16 tables on CPU move as fp32 tables do, in the mean, and a resumed training repeats what was drawn."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_embedding_configs import SparseType
 
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.bags import NumbaBags, set_update_number, uses_fbgemm
 from pipeline.training.tables.half import HalfBags, round_half
+from tests.pipeline.training.tables.drawn_bags import OPTIMIZERS, make_bags
 
-OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "adam": EmbOptimType.ADAM,
-}
 TABLES = [(9, 4), (40, 8), (7, 20)]
 """(rows, width) of each."""
 OWNERS = [0, 1, 1, 2]
@@ -26,21 +21,7 @@ BAGS = 24
 Steps = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
-def make(kernel: type, optimizer: str, mean: bool, threads: int = 1, **settings: Any) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        bags = kernel(
-            [(rows, width, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, width in TABLES],
-            feature_table_map=OWNERS, optimizer=OPTIMIZERS[optimizer], learning_rate=0.1, eps=1e-8, device="cpu",
-            pooling_mode=PoolingMode.MEAN if mean else PoolingMode.SUM, **settings,
-        )  # fmt: skip
-    finally:
-        torch.set_num_threads(before)
-    generator = torch.Generator().manual_seed(7)
-    for table in bags.split_embedding_weights():
-        table.copy_(torch.rand(table.shape, generator=generator) - 0.5)
-    return bags
+make = partial(make_bags, TABLES, OWNERS)
 
 
 def batches() -> Steps:
