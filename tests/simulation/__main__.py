@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-SHARES = {"preprocessing": 0.77, "checkpoints": 0.1, "registry": 0.095, "tables": 0.034, "days": 0.001}
+SHARES = {"preprocessing": 0.7848, "checkpoints": 0.1, "registry": 0.095, "tables": 0.02, "days": 0.0002}
 """A schedule of the storage side takes longer, because it writes real files, and one of days half a minute."""
 Found = tuple[Counter[str], set[Any], list[tuple[int, str]], Counter[str]]
 
