@@ -47,8 +47,8 @@ def parse(words: Sequence[str]) -> tuple[str | None, Path | None, Path]:
     if len(names) > 1 or unknown:
         found = f"{' '.join(names)} {' '.join(unknown)}".strip()
         raise ConfigError("command line", "NAME [path=ARCHIVE] [data=FOLDER]", found, "`dlrm dataset` lists the names.")
-    # Without data= it is where the configs look: below the checkout, or below the current folder.
-    data = Path(given["data"]) if "data" in given else ROOT / os.environ.get("DLRM_DATA", "data")
+    # Without data= it is where the configs look: beside them, or as the variable says from the current folder.
+    data = Path(given.get("data") or os.environ.get("DLRM_DATA") or ROOT / "data")
     path = Path(given["path"]).expanduser() if "path" in given else None
     return (names[0] if names else None), path, data.expanduser()
 

@@ -1,6 +1,7 @@
 """What a column may be called, what a row may weigh, which times belong together: rules that several stages share."""
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -25,6 +26,16 @@ Format = Literal["auto", "parquet", "csv", "json", "avro", "criteo"]
 """Format of files. auto: as a file's name says."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1)]
 """One name or several."""
+
+
+def without_folders(path: str | Sequence[str] | None) -> list[str]:
+    """Returns the last parts of one path or several: what an identity takes of them, wherever the files lie.
+
+    Example:
+        >>> without_folders("/data/clicks/*.parquet"), without_folders(["s3://logs/a.csv", "b.csv"])
+        (['*.parquet'], ['a.csv', 'b.csv'])
+    """
+    return [one.rpartition("/")[2] for one in ([path] if isinstance(path, str) else path or ())]
 
 
 def require_both_times(where: str, valid_from: str | None, as_of: str | None, delay_seconds: int) -> None:

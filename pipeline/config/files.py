@@ -1,7 +1,9 @@
 """Config files: YAML by the safe loader, `base` files below, `${NAME:-default}` replaced, dotted keys put on top."""
 
+import glob
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,12 @@ DOTTED = re.compile(
     r"characterize\.axes(\.[^.]+\.[^.]+)?|sweep\.(space|trial_overrides)|release\.(explore|fresh|candidates\.[^.]+)"
 )
 """Sections whose keys are dotted keys themselves. In an override, all that follows is one of them."""
+DATA_PATHS = re.compile(
+    r"(sweep\.space\.|release\.(explore|fresh|candidates\.[^.]+)\.)?"
+    r"(source(\.outcomes|\.lookups\.\d+)?|events\.[^.]+|features\.(joined|histories|windows)\.\d+)\.path(\.choices)?(\.\d+)?"
+)
+"""Dotted keys of data paths: paths, globs or lists of them."""
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 MOST_VALUES = 1_000_000
 """Values in a YAML text. A few lines of aliases may stand for billions."""
 MOST_LEVELS = 100
@@ -96,7 +104,11 @@ def _count(value: Any, known: dict[int, int], level: int) -> int:
 
 
 def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A config file's content, over that of its `base` if it names one; `${NAME:-default}` is replaced."""
+    """A config file's content, over that of its `base` if it names one; `${NAME:-default}` is replaced.
+
+    Relative data paths start at the folder of the file that they stand in, and those that begin with a variable's value
+    at the current folder.
+    """
     try:
         places = [path] if path.is_absolute() else [Path.cwd() / path, ROOT / path]
         full = next((place for place in places if place.exists()), places[-1])
@@ -115,7 +127,7 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"config '{path}'", "valid YAML", _problem(error), "Mind indentation and colons.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"config '{path}'", "a mapping of keys", type(values).__name__, "See configs/demo.yaml.")
-    values = _expanded(values)
+    values = _change_texts(values, lambda key, text: _complete(key, text, full.parent))
     base = values.pop("base", None)
     if base is None:
         return values
@@ -131,14 +143,40 @@ def _problem(error: yaml.YAMLError) -> str:
     return " ".join(str(error).split())
 
 
-def _expanded(value: Any) -> Any:
+def start_paths(values: Any, folder: Path, key: str = "") -> Any:
+    """Returns the values of a config with absolute data paths: relative ones start at the folder.
+
+    Args:
+        key: Dotted key of the values. Empty: they are a whole config.
+    """
+    return _change_texts(values, lambda place, text: _start_at(folder, place, text), key)
+
+
+def _change_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
+    """Returns the values with each text changed by a function of its dotted key and itself."""
+    start = f"{key}." if key else ""
     if isinstance(value, dict):
-        return {key: _expanded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_expanded(item) for item in value]
-    if isinstance(value, str):
-        return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", _variable, value)
-    return value
+        return {inner: _change_texts(item, change, f"{start}{inner}") for inner, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_change_texts(item, change, f"{start}{i}") for i, item in enumerate(value)]
+    return change(key, value) if isinstance(value, str) else value
+
+
+def _complete(key: str, text: str, folder: Path) -> str:
+    first = _VARIABLE.match(text)
+    start = Path.cwd() if first is not None and first[1] in os.environ else folder
+    return _start_at(start, key, _VARIABLE.sub(_variable, text))
+
+
+def _start_at(folder: Path, key: str, text: str) -> str:
+    """Returns a data path as an absolute one. Other texts, addresses and paths of home folders stay as they are."""
+    if not DATA_PATHS.fullmatch(key) or not text or is_address(text) or text.startswith(("/", "~")):
+        return text
+    folder = folder.resolve()
+    while text == ".." or text.startswith(("../", "./")):
+        step, _, text = text.partition("/")
+        folder = folder.parent if step == ".." else folder
+    return f"{Path(glob.escape(str(folder)), text)}"
 
 
 def _variable(match: re.Match[str]) -> str:

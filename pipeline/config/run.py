@@ -16,7 +16,7 @@ from pydantic import (
 
 from models.config import DLRMConfig
 from pipeline.config import rules
-from pipeline.config.files import home_path, put, read_yaml
+from pipeline.config.files import home_path, put, read_yaml, start_paths
 from pipeline.config.retention import RetentionConfig
 from pipeline.config.validation_messages import PRIVATE, explain
 from pipeline.data.config import SplitConfig
@@ -230,13 +230,17 @@ def load(config: "str | Path | RunConfig | Mapping[str, Any]", overrides: Mappin
 def read_values(
     config: "str | Path | BaseModel | Mapping[str, Any]", overrides: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
-    """Returns what errors call the config, and its values, unchecked, with dotted keys put over them."""
+    """Returns what errors call the config, and its values, unchecked, with dotted keys put over them.
+
+    Relative data paths of overrides, and of a config that is no file, start at the current folder.
+    """
     if isinstance(config, BaseModel):
         config = config.model_dump(mode="json")
     where = str(config) if isinstance(config, str | Path) else "config"
-    values = read_yaml(Path(config)) if isinstance(config, str | Path) else dict(config)
+    here = Path.cwd()
+    values = read_yaml(Path(config)) if isinstance(config, str | Path) else start_paths(dict(config), here)
     for key, value in (overrides or {}).items():
-        values = put(values, key.split("."), value, key)
+        values = put(values, key.split("."), start_paths(value, here, key), key)
     return where, values
 
 

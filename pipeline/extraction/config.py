@@ -9,7 +9,16 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 from pipeline.errors import ConfigError
 from pipeline.extraction.generator.config import GeneratorConfig
 from storage.config import DAY, TableConfig, WarehouseConfig
-from storage.names import MOST_SECONDS, MOST_WEIGHT, NAME, TRAILING_DAYS, Format, Names, require_both_times
+from storage.names import (
+    MOST_SECONDS,
+    MOST_WEIGHT,
+    NAME,
+    TRAILING_DAYS,
+    Format,
+    Names,
+    require_both_times,
+    without_folders,
+)
 
 WEIGHT = "sample_weight"
 """Column with the number of impressions that a row represents after negatives were downsampled."""
@@ -161,8 +170,8 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Where rows come from."""
 
     path: str | tuple[str, ...] | None = None
-    """Files of samples, or of the feature log: a path, a glob, or several. Relative paths start at the checkout, or at
-    the current folder. Or objects, such as `s3://logs/day=*/*.parquet`."""
+    """Files of samples, or of the feature log: a path, a glob, or several. Relative paths start at the folder of the
+    config's file, those of an override at the current folder. Or objects, such as `s3://logs/day=*/*.parquet`."""
     table: str | None = None
     """Iceberg table of another engine that is read as it is, without an ingest: `namespace.table` in the catalog of
     `warehouse.catalog`, or `catalog.namespace.table` of a catalog in pyiceberg's own file or variables, or in the same
@@ -251,9 +260,12 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
         return warehouse.model_copy(update={"tables": {**warehouse.tables, name: found}})
 
     def ingested(self) -> dict[str, Any]:
-        """Returns the values that say what an ingest reads, without the keys of `table`."""
+        """Returns the values that say what an ingest reads, without the keys of `table` and the folders of files."""
         usual = {"unlabelled"} if self.unlabelled == "quarantine" else set()
-        return self.model_dump(mode="json", exclude=usual.union(TABLE_KEYS))
+        values = self.model_dump(mode="json", exclude=usual.union(TABLE_KEYS))
+        for section in (values, values["outcomes"] or {}, *values["lookups"]):
+            section["path"] = without_folders(section.get("path"))
+        return values
 
     @model_validator(mode="after")
     def _new_names_fit(self) -> Self:

@@ -492,7 +492,7 @@ def _result(
 def _count_stale(noted: Mapping[datetime.date, DayNote], days: Sequence[SourceDay]) -> dict[str, int]:
     """Returns side table -> number of days that were written with other values of it."""
     pairs = [(day.note.lookups, noted[day.day].lookups) for day in days if day.day in noted]
-    found = Counter(path for now, then in pairs for path in now if then.get(path) != now[path])
+    found = Counter(path for now, then in pairs for path in now if now[path] not in then.values())
     return dict(found)
 
 

@@ -15,8 +15,8 @@ PACKAGES = Path(__file__).resolve().parents[2]
 """Folder of the packages: a checkout of the project, or the folder that pip has installed them into."""
 CHECKOUT = (PACKAGES / "pyproject.toml").exists()
 ROOT = PACKAGES if CHECKOUT else Path.cwd()
-"""Working directory of ranks and workers, where relative paths start: the checkout. Without one, it is the folder that
-the command was started in."""
+"""Working directory of ranks and workers, where a relative `home` starts: the checkout. Without one, it is the folder
+that the command was started in."""
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 KEPT_MEMORY = {
     name: os.environ.get(name, str(size))

@@ -48,9 +48,9 @@ class EventColumns:
 
     Args:
         record: The model's.
-        logs: Table or path of a log, as the model's config names it -> what is read in its place: files of any format
-            (a path, a glob or a list of them), or `{table: NAME, catalog: PROPERTIES}`: a table that an ingest made of
-            `events`. Columns of other logs are not computed.
+        logs: Table or path of a log, or the end of its path -> what is read in its place: files of any format (a path,
+            a glob or a list of them), or `{table: NAME, catalog: PROPERTIES}`: a table that an ingest made of `events`.
+            Columns of other logs are not computed.
         wanted: The model's raw columns, with their types.
     Attributes:
         needed: Raw columns that name a row's key and time, with their types.
@@ -63,7 +63,7 @@ class EventColumns:
 
     def __init__(self, record: EventRecord, logs: Mapping[str, Any], wanted: Mapping[str, str]) -> None:
         self.scratch = ScratchFolder("dlrm-events-")
-        self._refuse_unknown(record, logs)
+        logs = self._name_in_full(record, logs)
         sources = [self._open(source, logs[source.name]) for source in record.sources if source.name in logs]
         added_columns(sources, self._schema_of_rows(record))
         self.sides = []
@@ -93,14 +93,21 @@ class EventColumns:
                 rows = rows.append_column(name, values)
         return rows
 
-    def _refuse_unknown(self, record: EventRecord, logs: Mapping[str, Any]) -> None:
+    @staticmethod
+    def _name_in_full(record: EventRecord, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the logs by the model's names for them, which hold the folders of the machine of the training."""
         names = list(dict.fromkeys(source.name for source in record.sources))
         if not isinstance(logs, Mapping):
             raise ConfigError("events", f"{', '.join(names)} and what is read for each", f"{logs!r:.60}", "Correct it.")
-        for name in logs:
-            if name not in names:
+        found = {}
+        for name, log in logs.items():
+            meant = [one for one in names if one == name] or [one for one in names if one.endswith(f"/{name}")]
+            if len(meant) != 1:
                 remedy = f"The model reads {', '.join(names)}. Closest: {closest_names(name, names)}."
-                raise ConfigError(f"events '{name}'", "an event log of the model", "none of that name", remedy)
+                problem = "several of that name" if meant else "none of that name"
+                raise ConfigError(f"events '{name}'", "an event log of the model", problem, remedy)
+            found[meant[0]] = log
+        return found
 
     def _open(self, source: History | EventWindow, log: Any) -> FeatureSource:
         """Opens what is read in place of a source's log."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from pipeline.config.files import ROOT
 from pipeline.errors import TrainingError
 from pipeline.jobs.console import step
 from pipeline.study.job import RESULT, OpenStudy
@@ -43,7 +42,7 @@ def conclude(work: OpenStudy, report: str | None) -> dict[str, Any]:
     with work.workspace.best_effort("figures"):
         drawn = draw_figures(study)
         tracker.log_figures(work.run_id, drawn)
-    folder = work.folder if report is None else ROOT / report
+    folder = work.folder if report is None else Path.cwd() / report
     path = write_page(folder, (study.experiment or study.name).lower(), text, drawn)
     tracker.log_file(work.run_id, path)
     tracker.tag(work.run_id, {"mlflow.note.content": text[:5_000]})

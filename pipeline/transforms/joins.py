@@ -31,8 +31,7 @@ class _Source(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=T
     """Name of its list in the config."""
 
     path: str | tuple[str, ...] | None = None
-    """Files of any format: a path, a glob or a list of them. Relative paths start at the checkout, or at the
-    current folder."""
+    """Files of any format: a path, a glob or a list of them, relative ones as of `source.path`."""
     table: str | None = None
     """Another table of the warehouse, in place of files."""
     on: Names

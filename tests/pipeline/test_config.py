@@ -8,6 +8,7 @@ import yaml
 
 from pipeline.config import load
 from pipeline.config.files import ROOT, home_path, put, read_yaml
+from pipeline.data.formats.files import find_files
 from pipeline.errors import ConfigError
 from pipeline.jobs.training.identity import identity
 from pipeline.jobs.workspace import Workspace
@@ -83,9 +84,60 @@ def test_a_file_overrides_its_base(tmp_path: Path) -> None:
     write(tmp_path / "c.yaml", base="sub/b.yaml", name="top", training={"batch_rows": None})
     assert read_yaml(tmp_path / "c.yaml") == MINIMAL | {
         "name": "top",
+        "source": MINIMAL["source"] | {"path": str(tmp_path / "rows.csv")},
         "training": {"epochs": 3, "batch_rows": None},
         "evaluation": {"slices": ["c"]},
     }
+
+
+def test_relative_data_paths_start_at_their_file_and_those_of_overrides_at_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the command is started, in a checkout as with a wheel. Texts that are no data paths stay."""
+    here = tmp_path / "here"
+    for folder in (here, tmp_path / "team" / "ads", tmp_path / "odd[1]"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("TOY_DATA", "given")
+    monkeypatch.delenv("TOY_LOGS", raising=False)
+    log = {"on": "user", "time": "at", "as_of": "at", "last": 3, "columns": ["item"]}
+    below = MINIMAL | {
+        "source": {
+            "path": ["a/*.csv", "../../b.csv", "/c.csv", "s3://bucket/d.csv", "~/e.csv", "${TOY_DATA:-x}/f", "${TOY_LOGS:-.}/g"],
+            "day_column": "day", "rename": {"path": "page"}, "outcomes": {"path": "./out/*"},
+            "lookups": [{"path": "side.csv", "on": "user"}],
+        },
+        "events": {"seen": {"path": "seen/*", "key": "user", "time": "at"}},
+    }  # fmt: skip
+    write(tmp_path / "team" / "base.yaml", **below)
+    features = MINIMAL["features"] | {
+        "histories": [{"path": "log/*", **log}],
+        "joined": [{"path": "j.csv", "on": "user"}],
+    }
+    candidate = {"big": {"features.joined.0.path": "k.csv"}}
+    write(tmp_path / "team/ads/top.yaml", base="../base.yaml", features=features, release={"candidates": candidate})
+    team, ads = tmp_path / "team", tmp_path / "team" / "ads"
+    for config in (load("../team/ads/top.yaml"), load(load(ads / "top.yaml"))):  # also as it was recorded
+        source = config.source
+        assert source.path == (
+            f"{team}/a/*.csv", f"{tmp_path.parent}/b.csv", "/c.csv", "s3://bucket/d.csv", "~/e.csv", f"{here}/given/f", f"{team}/g",
+        )  # fmt: skip
+        assert (source.outcomes and source.outcomes.path, source.lookups[0].path) == (
+            f"{team}/out/*",
+            f"{team}/side.csv",
+        )
+        assert (source.rename, config.events["seen"].path) == ({"path": "page"}, f"{team}/seen/*")
+        assert [one.path for one in config.features.sources] == [f"{ads}/j.csv", f"{ads}/log/*"]
+        assert config.release.candidates["big"]["features.joined.0.path"] == f"{ads}/k.csv"
+    config = load(ads / "top.yaml", {"source.path": ["x.csv"], "source.path.0": "y.csv", "features.joined.0.path": "z"})
+    assert (config.source.path, config.features.joined[0].path) == ((f"{here}/y.csv",), f"{here}/z")
+    assert load(MINIMAL).source.path == f"{here}/rows.csv"
+    (tmp_path / "odd[1]" / "rows.csv").write_text("user\n1\n")
+    odd = load(write(tmp_path / "odd[1]" / "mine.yaml", **MINIMAL)).source.path
+    assert odd is not None
+    assert find_files(odd, Path("/"), "source.path") == [tmp_path / "odd[1]" / "rows.csv"]
+    with pytest.raises(ConfigError, match=f"none at '{here}/rows.csv'"):
+        find_files(load(MINIMAL).source.path or "", Path("/"), "source.path")
 
 
 def test_environment_variables_are_substituted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,8 +68,9 @@ def find_files(
     local = sorted({path.resolve() for path in found if path.is_file()})  # a file named twice is read once
     files: list[SourceFile] = [*local, *remote]
     if not files:
+        places = [text if is_address(text) else f"{root / Path(text).expanduser()}" for text in patterns]
         raise ConfigError(
-            where, "at least one file", f"none at '{', '.join(patterns)}'", "Correct the path, or put the data there."
+            where, "at least one file", f"none at '{', '.join(places)}'", "Correct the path, or put the data there."
         )
     _refuse_tables(where, [*local, *remote[:1]], properties)  # a listing of a store takes a while
     return files

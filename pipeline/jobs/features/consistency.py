@@ -70,7 +70,7 @@ def check_served(
     source = warehouse.current(config.name)
     days = days_between(warehouse.day_rows(source), start, end, "days to compare")
     plan = build_plan(config.features, workspace.columns(source, config.features.named_columns()))
-    rows, joined = open_served(warehouse, served, ROOT), workspace.feature_joins()
+    rows, joined = open_served(warehouse, served, Path.cwd()), workspace.feature_joins()
     with workspace.console.progress() as progress:
         report = partial(progress, "compare")
         found = compare_served(warehouse, rows, source, joined, plan.columns, on, days, tolerance, report)

@@ -14,6 +14,7 @@ from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.extraction.opening import SourceContext, generate_logs
+from pipeline.extraction.own_source import patterns_of
 from pipeline.extraction.profiling import held_back_name
 from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.columns import warn_of_clocks
@@ -47,6 +48,7 @@ def ingest_events(workspace: Workspace, table: str, force: bool) -> IngestResult
             events.source, LabelColumns(), workspace.warehouse, table, ROOT, workspace.home / "logs",
             memory_bytes=config.ingest.memory_bytes, events=events,
         )  # fmt: skip
+        _say_source(workspace, context)
         with workspace.console.progress(table) as progress:
             return extract(context, settings, (), force, progress, show, workspace.console.log.warning)
 
@@ -59,6 +61,11 @@ def enrich(workspace: Workspace, start: datetime.date | None, end: datetime.date
     with workspace.lock(workspace.ingest_lock), workspace.console.progress() as progress:
         show = partial(progress, "enrich")
         return write_columns(joined, workspace.warehouse, config.name, ROOT, start, end, force, show)
+
+
+def _say_source(workspace: Workspace, context: SourceContext) -> None:
+    """Logs the absolute paths that an ingest reads, so that nobody takes other files for them."""
+    workspace.console.log.info("table %s: rows of %s", context.table, ", ".join(patterns_of(context)))
 
 
 def make_source_context(workspace: Workspace) -> SourceContext:
@@ -82,8 +89,10 @@ def write_days(
     if config.source.table is not None:
         context = make_source_context(workspace)
         return adopt(context, config.ingest, config.filter, days, force, report, show)
+    context = make_source_context(workspace)
+    _say_source(workspace, context)
     return extract(
-        make_source_context(workspace),
+        context,
         config.ingest,
         days,
         force,

@@ -10,6 +10,7 @@ from pipeline.data.config import PARTS, Part
 from pipeline.data.joined.source import PinnedSource, contents_by_day
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
+from storage.names import without_folders
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 
@@ -20,13 +21,16 @@ ROWS = ("split", "filter", "sampling")
 
 
 def semantics(workspace: Workspace, evaluation: bool = False) -> dict[str, Any]:
-    """Returns the config's semantics.
+    """Returns the config's semantics, without the folders of files: they may lie elsewhere on another machine.
 
     Args:
         evaluation: Adds what the evaluation rows are read for: for work with a result that compares evaluations.
     """
     config = workspace.config
     values = config.semantics()
+    for key in ("joined", "histories", "windows"):
+        for log in values["features"][key]:
+            log["path"] = without_folders(log["path"])
     if evaluation:
         values["evaluation"] = config.evaluation.model_dump(include={"slices", "group_by", "true_probability"})
     return values

@@ -1,6 +1,7 @@
 """Logs of events that an ingest keeps as tables, and what a change of them means for trainings that read them."""
 
 import datetime
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from pipeline.config import load
 from pipeline.data.joined.reader import open_reader
@@ -67,6 +69,30 @@ def stored(workspace: Workspace, table: str = "watched") -> pd.DataFrame:
 
 def pin(workspace: Workspace) -> str:
     return resolve_job(workspace, None, force=False).identity
+
+
+def test_days_and_trainings_are_the_same_wherever_the_project_lies(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of a project with its data, run from another folder, finds its days and its training done."""
+    values = open_().config.model_dump(mode="json", exclude_unset=True)
+    values["source"]["path"], values["events"]["watched"]["path"] = "../rows/*.parquet", "../log/*"
+    values["features"]["joined"] = [{"path": ["../side.parquet"], "on": "user"}]
+    pd.DataFrame({"user": [1, 2], "num_side": [0.5, 1.5]}).to_parquet(tmp_path / "side.parquet")
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/ads.yaml").write_text(yaml.safe_dump(values))
+    for name in ("conf", "rows", "log", "side.parquet"):
+        (shutil.copytree if (tmp_path / name).is_dir() else shutil.copy2)(tmp_path / name, tmp_path / "copy" / name)
+
+    def run(folder: Path) -> tuple[str, str]:
+        workspace = Workspace(load(folder / "conf/ads.yaml", {"ingest.other_sources": True}))
+        return ingest_days(workspace, None, force=False)["status"], pin(workspace)
+
+    status, identity = run(tmp_path)
+    monkeypatch.chdir(tmp_path / "copy")
+    assert (status, *run(Path())) == ("ok", "skipped", identity)
+    pd.DataFrame({"user": [1, 2], "num_side": [0.5, 2.5]}).to_parquet("side.parquet")
+    assert run(Path()) != ("skipped", identity)
 
 
 def test_a_log_becomes_days_sorted_by_key_and_time(open_: Open, tmp_path: Path) -> None:
