@@ -2,10 +2,12 @@
 
 import datetime
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from pydantic import BaseModel
 
 from pipeline.data.day_notes import DayNote, InputFiles
 from pipeline.data.formats.files import Stamp, address_of, stamp
@@ -27,10 +29,17 @@ class SourceDay:
     refused: int
     identity: str
     note: DayNote
-    left_out: int = 0
-    """Negatives removed by downsampling."""
     files: Mapping[str, int] = field(default_factory=dict)
     """File that the rows are read from -> how many."""
+    refused_of: Mapping[str, int] = field(default_factory=dict)
+    """File -> rows of it that are refused."""
+    left_of: Mapping[str, int] = field(default_factory=dict)
+    """File -> rows of it that are left out: negatives removed by downsampling, and what else is not stored."""
+
+    @property
+    def left_out(self) -> int:
+        """Rows that are left out."""
+        return sum(self.left_of.values())
 
     @property
     def kept(self) -> int:
@@ -38,12 +47,70 @@ class SourceDay:
         return self.rows - self.refused - self.left_out
 
 
-def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) -> list[SourceDay]:
-    """Counts the rows of each day and gives each day an identity.
+class FileRows(BaseModel, frozen=True):
+    """What became of the rows of a file: `rows` is the sum of the others."""
+
+    rows: int
+    """As counted in the file itself: its records, or its footer's number."""
+    written: int = 0
+    quarantined: int = 0
+    left_out: int = 0
+    held: int = 0
+    """Rows of days that broke a rule."""
+    other_days: int = 0
+    """Rows of days that were not due: written earlier, or not asked for."""
+
+
+class Accounts(BaseModel, frozen=True):
+    """What became of the rows of all files of an ingest."""
+
+    count: int
+    total: FileRows
+    incomplete: Mapping[str, FileRows]
+    """File -> its rows, of files whose rows were not all good: those with the most such rows, MOST_FILES at most."""
+    unlisted: int
+    """Further files of that kind."""
+
+
+MOST_FILES = 20
+"""Files that a result lists one by one."""
+
+
+def account(
+    lines: Mapping[str, int], written: Sequence[SourceDay], held: Sequence[SourceDay], names: Mapping[str, str]
+) -> Accounts:
+    """Says for each file what became of its rows.
+
+    Args:
+        lines: File that rows are read from -> how many it has.
+        names: The same -> the file of the source.
+    """
+    found = {file: Counter(rows=count, other_days=count) for file, count in lines.items()}
+    for kind, days in (("written", written), ("held", held)):
+        for day in days:
+            for file, count in day.files.items():
+                refused, left = day.refused_of.get(file, 0), day.left_of.get(file, 0)
+                found[file].update({"quarantined": refused, "left_out": left, kind: count - refused - left})
+                found[file]["other_days"] -= count
+    lost = {file: one["quarantined"] + one["left_out"] for file, one in found.items()}
+    worst = sorted((file for file in found if lost[file]), key=lambda file: (-lost[file], names[file]))
+    return Accounts(
+        count=len(found),
+        total=FileRows(**sum(found.values(), Counter({"rows": 0}))),
+        incomplete={names[file]: FileRows(**found[file]) for file in worst[:MOST_FILES]},
+        unlisted=max(0, len(worst) - MOST_FILES),
+    )
+
+
+def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) -> tuple[list[SourceDay], dict[str, int]]:
+    """Counts the rows of each day and file, and gives each day an identity.
 
     The identity covers the config of the source and the files that hold rows of the day. If logs are joined, it also
     covers the files that may hold outcomes of these rows, and whether the day is open. It covers a side table only if
     `refresh` says so.
+
+    Returns:
+        The days, and each file that rows are read from with their number as the file itself has it.
     """
     schema = context.schema
     events, source = context.events, context.source.ingested()
@@ -66,13 +133,14 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
     )
     found = rows.connection.sql(
         f"SELECT {DAY}, sum(rows)::BIGINT, sum(bad)::BIGINT,"
-        f" map(list(__file ORDER BY __file), list(rows ORDER BY __file)), sum(aside)"
+        f" map(list(__file ORDER BY __file), list(rows ORDER BY __file)), sum(aside),"
+        f" map(list(__file ORDER BY __file), list(bad ORDER BY __file))"
         f" FROM ({counted}) GROUP BY {DAY} ORDER BY {DAY}"
     ).fetchall()
-    _check_counts(rows, [files for _, _, _, files, _ in found], context.warehouse.config.catalog)
+    lines = _check_counts(rows, [files for _, _, _, files, *_ in found], context.warehouse.config.catalog)
     sides = {one.path: fingerprint(_as_json(map(stamp, files)))[:16] for one, files in lookups.items()}
     days = []
-    for day, count, bad, files, aside in found:
+    for day, count, bad, files, aside, bad_of in found:
         content: list[object] = [shared, [texts[file] for file in files]]
         outcomes, is_open = (windows or {}).get(day, ([], False))
         is_open = is_open and context.source.generator is None  # the generator writes all outcomes at once
@@ -86,8 +154,8 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
             lookups=sides,
             definition=definition,
         )
-        days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note, files=files))
-    return days
+        days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note, files, bad_of))
+    return days, lines
 
 
 def _not_declared(events: EventTable) -> set[str]:
@@ -95,23 +163,29 @@ def _not_declared(events: EventTable) -> set[str]:
     return {"path", "format", "keep_days"} | ({"unique"} if events.unique is None else set())
 
 
-def _check_counts(rows: OpenSource, found: Sequence[Mapping[str, int]], properties: Mapping[str, str]) -> None:
+def _check_counts(
+    rows: OpenSource, found: Sequence[Mapping[str, int]], properties: Mapping[str, str]
+) -> dict[str, int]:
     """Compares the rows of each file with its lines, or with its footer: none may be lost or doubled on the way.
 
+    Returns:
+        File that the rows are read from -> their number.
     Raises:
         DataError: With the first file of which other rows were read than it has.
     """
     counted: Counter[str] = Counter()
     for files in found:
         counted.update(files)
+    lines = {}
     for file in rows.files:
         read = rows.read[file]
-        expected = count_rows_of(read, properties)
+        lines[address_of(read.read)] = expected = count_rows_of(read, properties)
         if counted[address_of(read.read)] != expected:
             raise DataError(
                 f"file '{file.name}'", f"{expected} rows, as the file has", f"{counted[address_of(read.read)]}",
                 "Run it again once the file is complete: it may have changed meanwhile.",
             )  # fmt: skip
+    return lines
 
 
 def _definition(source: SourceConfig) -> dict[str, Any]:
@@ -165,11 +239,13 @@ def asked_days(
 
 
 def count_left_out(rows: OpenSource, days: Sequence[SourceDay]) -> list[SourceDay]:
-    """Returns the days with the number of negatives that downsampling removes from them."""
+    """Returns the days with the number of rows that are left out of them, by file."""
     where = f"{LEFT_OUT} AND __reason IS NULL AND {days_condition(days)}"
-    query = f"SELECT {DAY}, count(*) FROM {rows.view} WHERE {where} GROUP BY {DAY}"
-    left_out = dict(rows.connection.sql(query).fetchall())
-    return [replace(day, left_out=left_out.get(day.day, 0)) for day in days]
+    query = f"SELECT {DAY}, __file, count(*) FROM {rows.view} WHERE {where} GROUP BY {DAY}, __file"
+    left: defaultdict[datetime.date, dict[str, int]] = defaultdict(dict)
+    for day, file, count in rows.connection.sql(query).fetchall():
+        left[day][file] = count
+    return [replace(day, left_of=left[day.day]) for day in days]
 
 
 def count_refused(rows: OpenSource, days: Sequence[SourceDay]) -> dict[str, int]:

@@ -19,7 +19,9 @@ from pipeline.extraction.checks import CheckFinding, CheckResult, Columns
 from pipeline.extraction.config import IngestConfig, Rule, Verdict
 from pipeline.extraction.data_loss import StoredDay, add_statistics, find_losses, read_stored_days
 from pipeline.extraction.days import (
+    Accounts,
     SourceDay,
+    account,
     count_left_out,
     count_refused,
     days_condition,
@@ -68,6 +70,8 @@ class IngestResult(BaseModel, frozen=True):
     """Label -> how its outcomes were matched, if logs were joined."""
     by_day: Mapping[datetime.date, "DayRows"] = {}
     """Row counts of the days written."""
+    files: Accounts | None = None
+    """What became of the rows of each file. None: a table that is read as it is."""
     days_held: tuple[datetime.date, ...] = ()
     """Days that broke a rule. They are held back in a table of their own."""
     days_changed: tuple[datetime.date, ...] = ()
@@ -142,6 +146,8 @@ class _Plan:
     materialization: MaterializationPlan
     definition: str
     """Fingerprint of what the config says rows and labels are."""
+    lines: Mapping[str, int]
+    """File that rows are read from -> their number, as the file itself has it."""
     first: datetime.date
     """The first day that `keep_days` of an event table keeps."""
     elsewhere: int
@@ -204,7 +210,7 @@ def extract(
 def _plan_days(ingest: _Ingest) -> _Plan:
     """Sorts the days of the source by what the table has of them, and attributes outcomes to those that are due."""
     rows, context = ingest.rows, ingest.context
-    days = survey(rows, context, ingest.config.order_by)
+    days, lines = survey(rows, context, ingest.config.order_by)
     stored = context.warehouse.written_days(context.table)
     first = first_kept({*stored, *(day.day for day in days)}, context.events)
     wanted = [day for day in select_days(days, context.only, context.place("path")) if day.day >= first]
@@ -249,6 +255,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         held_identities=held_identities,
         definition=days[0].note.definition,
         first=first,
+        lines=lines,
         elsewhere=0 if context.only else sum(day >= first for day in stored.keys() - {day.day for day in days}),
     )
 
@@ -480,6 +487,7 @@ def _result(
             )
             for day in passed
         },
+        files=account(plan.lines, passed, broken, rows.names),
         days_changed=tuple(plan.changed),
         days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
         days_open=tuple(day.day for day in plan.wanted if day.note.open),

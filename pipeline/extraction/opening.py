@@ -15,7 +15,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.formats.files import SourceFile, find_files, folder_values
+from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values
 from pipeline.data.formats.reading import ReadableFile, first_line, readable_files, readable_names
 from pipeline.data.formats.types import ISO_DATE
 from pipeline.data.profile import rows_of
@@ -135,6 +135,11 @@ class OpenSource:
     def columns(self) -> list[str]:
         """Columns to store."""
         return [name for name in self.connection.view(self.view).columns if not name.startswith("__")]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """File that rows are read from -> the file of the source, whose copy it may be."""
+        return {address_of(self.read[file].read): address_of(file) for file in self.files}
 
     def create_good_view(self, where: str) -> str:
         """Creates a view of the rows to write that meet a condition, and returns its name."""

@@ -61,8 +61,11 @@ def write_days(
     refused = sum(day.refused for day in days)
     quarantine = quarantine_name(table)
     if refused or warehouse.has_table(quarantine):
-        what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row"
-        query = f"SELECT {what} FROM {rows.view} s WHERE __reason IS NOT NULL AND {days_condition(days)} {order}"
+        names = pa.table({"__read": [*rows.names], "source_file": [*rows.names.values()]})
+        rows.connection.register("file_names", names)
+        what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row, source_file"
+        bad = f"{rows.view} s LEFT JOIN file_names ON __file = __read WHERE __reason IS NOT NULL"
+        query = f"SELECT {what} FROM {bad} AND {days_condition(days)} {order}"
         reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
         replace_days(warehouse, quarantine, identities, reader.schema, reader, refused)
     columns = ", ".join(quote(name) for name in rows.columns)

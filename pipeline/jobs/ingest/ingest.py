@@ -10,6 +10,7 @@ from pipeline.config.files import ROOT
 from pipeline.errors import DataError
 from pipeline.extraction.adopt import adopt
 from pipeline.extraction.config import LabelColumns
+from pipeline.extraction.days import FileRows
 from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
@@ -190,8 +191,28 @@ def log_ingest(workspace: Workspace, name: str, result: IngestResult, foreign: s
         )
     for path, stale in result.stale_lookups.items():
         log.info("%s days keep the values of an earlier '%s'. Set refresh=past_days to write them again", stale, path)
+    _log_files(workspace, name, result)
     for reason, rows in result.quarantined.items():
         log.warning("quarantined: %s rows, %s; see table %s", f"{rows:,}", reason, quarantine_name(name))
+
+
+def _log_files(workspace: Workspace, name: str, result: IngestResult) -> None:
+    """Says what became of the rows of all files, and of those that had bad ones."""
+    if result.files is None:
+        return
+    log = workspace.console.log
+    log.info("table %s: %s files: %s", name, result.files.count, _describe_rows(result.files.total))
+    for file, one in result.files.incomplete.items():
+        log.warning("file '%s': %s", file, _describe_rows(one))
+    if result.files.unlisted:
+        log.warning("%s more files have rows that were quarantined or left out", result.files.unlisted)
+
+
+def _describe_rows(counts: FileRows) -> str:
+    found = [
+        f"{count:,} {kind.replace('_', ' ')}" for kind, count in counts.model_dump(exclude={"rows"}).items() if count
+    ]
+    return " + ".join(found) + f" = {counts.rows:,} rows"
 
 
 def summarize_ingest(workspace: Workspace, name: str, result: IngestResult) -> dict[str, Any]:
@@ -221,6 +242,7 @@ def summarize_ingest(workspace: Workspace, name: str, result: IngestResult) -> d
         "unmatched_lookups": dict(result.unmatched),
         "stale_lookups": dict(result.stale_lookups),
         "left_out_rows": sum(rows.left_out for rows in result.by_day.values()),
+        "files": None if result.files is None else result.files.model_dump(),
         "by_day": {f"{day}": rows.model_dump() for day, rows in result.by_day.items()},
         "outcomes": {label: joined.model_dump() for label, joined in result.outcomes.items()},
         "checks": summarize_checks(workspace, name, result.checked),

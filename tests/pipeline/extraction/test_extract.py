@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import psutil
 import pyarrow as pa
@@ -326,6 +328,53 @@ def test_bad_labels_are_quarantined_with_their_reason(ingest: Any, stored: Any, 
     put("rows.parquet", user=[1, 2], label=["0", "1"])  # repaired
     assert dict(ingest(FIXED).quarantined) == {}
     assert len(stored("events_quarantine")) == 0
+
+
+def test_each_row_of_each_file_is_accounted_for(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    """Files of three formats with rows of several days, of which one was written before and one breaks a rule."""
+    random = np.random.default_rng(5)
+    frames = {}
+    for number in range(45):
+        rows = int(random.integers(0, 9))
+        frame = pd.DataFrame({
+            "user": [f"{number}.{i}" for i in range(rows)], "label": random.choice([0, 1, 1, 7, None], rows),
+            "date": random.choice([f"{DAY1}", f"{DAY2}", "2099-01-01"], rows, p=[0.2, 0.6, 0.2]), "num": 1.0,
+        })  # fmt: skip
+        path = tmp_path / f"all/{number:02}.{'csv' if number < 2 else 'jsonl' if number < 4 else 'parquet'}"
+        path.parent.mkdir(exist_ok=True)
+        if path.suffix == ".csv":
+            frame.to_csv(path, index=False)
+        elif path.suffix == ".jsonl":
+            frame.to_json(path, orient="records", lines=True)
+        else:
+            kinds = [("user", pa.string()), ("label", pa.int64()), ("date", pa.string()), ("num", pa.float64())]
+            pq.write_table(pa.Table.from_pandas(frame, pa.schema(kinds), preserve_index=False), path)
+        frames[str(path)] = frame
+    source = {"path": "all/*", "day_column": "date", "unlabelled": "skip"}
+    ingest(source, dense=["num"], only=[DAY1], max_quarantined_share=0.9)
+    result = ingest(source, dense=["num"], max_quarantined_share=0.9)
+    files, total = result.files, Counter[str]()
+    assert files is not None
+    for path, frame in frames.items():
+        new = frame[frame["date"] != f"{DAY1}"]
+        good = new["label"].isin([0, 1])
+        rows = {
+            "rows": len(frame), "written": int((good & (new["date"] == f"{DAY2}")).sum()),
+            "quarantined": int((new["label"] == 7).sum()), "left_out": int(new["label"].isna().sum()),
+            "held": int((good & (new["date"] != f"{DAY2}")).sum()), "other_days": len(frame) - len(new),
+        }  # fmt: skip
+        total.update(rows)
+        if path in files.incomplete:
+            assert files.incomplete[path].model_dump() == rows
+            assert rows["quarantined"] + rows["left_out"] > 0
+    assert (files.count, files.total.model_dump()) == (45, dict(total))
+    assert len(files.incomplete) == 20
+    worst = {path: int((~new[new["date"] != f"{DAY1}"]["label"].isin([0, 1])).sum()) for path, new in frames.items()}
+    assert [*files.incomplete] == sorted(worst, key=lambda path: (-worst[path], path))[:20]
+    assert files.unlisted == sum(bad > 0 for bad in worst.values()) - 20
+    bad = stored("events_quarantine")
+    expected = {json.loads(row)["user"].split(".")[0] for row in bad["source_row"]}
+    assert {Path(path).stem.lstrip("0") or "0" for path in bad["source_file"]} == expected
 
 
 def test_too_many_bad_labels_stop_all_days_unwritten(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:
