@@ -3,6 +3,8 @@
 Configs import this module, so it imports pyiceberg only when there is a filter.
 """
 
+import re
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import ConfigError, closest_names
@@ -12,11 +14,27 @@ if TYPE_CHECKING:
     from pyiceberg.schema import Schema
 
 
+POWERS = re.compile(
+    r"""'(?:[^']|'')*'|"[^"]*"|(?<![\w.])((?:\d{1,99}\.?\d{0,99}|\.\d{1,99})[eE][+-]?\d{1,3})(?![\w.])"""
+)
+"""Matches texts and quoted names, and, as its group, numbers with a power of ten."""
+
+
 def parse_filter(row_filter: str) -> "BooleanExpression":
     """Parses an Iceberg expression. Raises what pyiceberg raises."""
     from pyiceberg.expressions.parser import parse
 
-    return parse(row_filter)
+    return parse(_write_out(row_filter))
+
+
+def _write_out(row_filter: str) -> str:
+    """Returns a filter whose numbers have no exponent, which pyiceberg's parser does not know.
+
+    Example:
+        >>> _write_out("x < 1.5e3 and y1e5 > 2E-3 and z = '1e9'")
+        "x < 1500 and y1e5 > 0.002 and z = '1e9'"
+    """
+    return POWERS.sub(lambda found: f"{Decimal(found[1]):f}" if found[1] else found[0], row_filter)
 
 
 def check_filter(row_filter: str, schema: "Schema | None") -> None:
@@ -31,7 +49,7 @@ def check_filter(row_filter: str, schema: "Schema | None") -> None:
         expression = parse_filter(row_filter)
     except Exception as error:  # the parser raises its own and the grammar library's kinds
         at = getattr(error, "loc", None)
-        rest = row_filter[at : (at or 0) + 40].strip()
+        rest = _write_out(row_filter)[at : (at or 0) + 40].strip()
         raise ConfigError(
             where,
             "comparisons of columns with constants, joined by and, or, not",

@@ -36,6 +36,7 @@ from storage.snapshot.files import (
     snapshot_at,
 )
 from storage.snapshot.files import SnapshotRef as SnapshotRef
+from storage.snapshot.foreign import remedy_of
 from storage.snapshot.maps import add_keys
 from storage.snapshot.parquet import (
     READ_OPTIONS,
@@ -46,7 +47,7 @@ from storage.snapshot.parquet import (
     read_metadata,
     reading,
 )
-from storage.snapshot.projection import Projection
+from storage.snapshot.projection import REWRITE, Projection
 from storage.snapshot.row_exclusions import FileRows, ReadCache, RowExclusions
 from storage.snapshot.row_filter import RowChoice, choose_rows, compared_columns, find_rows, make_mask, settle
 from storage.snapshot.row_groups import GroupFilter
@@ -138,7 +139,8 @@ class SnapshotReader:
         self._cache = cache or ReadCache()
         self._exclusions = RowExclusions(table, rule_of(table, reference), self._cache)
         self._stored = StoredColumns(table, reference.table)
-        self.projection = Projection(self.schema, needed)
+        rewrite = remedy_of(table, REWRITE, "Rewrite the file with the engine of table '{}'.")
+        self.projection = Projection(self.schema, needed, rewrite)
         compared = {name: self.projection.types[name] for name in self._compared}
         self._groups = None if row_filter is None else GroupFilter(self.schema, row_filter, compared)
 

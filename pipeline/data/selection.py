@@ -147,7 +147,7 @@ def select(
         EmptyDatasetError: If a named day is not in the snapshot, or no day is left.
     """
     if not days:
-        raise EmptyDatasetError("split", "days to split", "a table without rows", "Ingest some days.")
+        raise EmptyDatasetError("split", "days to split", "a table without rows", "Write some to it first.")
     chosen: list[datetime.date] = list(days)
     equals: tuple[str, str] | None = None
     keys: tuple[str, ...] = ()
@@ -261,7 +261,7 @@ def _named_days(texts: Sequence[str], where: str, days: Sequence[datetime.date])
                 f"{where} '{text}'",
                 f"days of the table, {min(days)} to {max(days)}",
                 "no such day",
-                "Ingest the day, or name another.",
+                "Write the day to the table, or name another.",
             )
         chosen.update(found)
     return sorted(chosen)
@@ -278,5 +278,5 @@ def require_row_count(read: int, pinned: int | None, data: str) -> None:
     if pinned is not None and read != pinned:
         raise DataError(
             f"rows of {data}", f"the {pinned} rows that were pinned", f"{read} in a pass over all of them",
-            "Do not use this result. Ingest the days again with force=true, and report this as a bug.",
+            "Do not use this result. Write the days to the table again, and report this as a bug.",
         )  # fmt: skip

@@ -145,7 +145,7 @@ def score(
     if missing:
         raise ConfigError(
             f"table '{work.source.table}'", f"the columns that version {version} reads",
-            f"none named {', '.join(missing)}", "Ingest them, or name another version: version=N.",
+            f"none named {', '.join(missing)}", "Write them to the table, or name another version: version=N.",
         )  # fmt: skip
     columns = list(dict.fromkeys([*model.columns, *work.keep]))
     read = [DAY, *(name for name in columns if name != DAY)]

@@ -18,6 +18,7 @@ from pyiceberg.table import Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot, SnapshotLogEntry
 from pyiceberg.utils.config import Config
+from sqlalchemy.exc import SQLAlchemyError
 
 from storage.config import DAY, WarehouseConfig, find_owner
 from storage.errors import StorageError
@@ -54,10 +55,11 @@ def open_catalog(config: WarehouseConfig, home: Path) -> Catalog:
     try:
         catalog = _load_catalog("dlrm", add_variables(properties))
         catalog.create_namespace_if_not_exists(config.namespace)
-    except (RESTError, OSError, ValueError) as error:
-        if not type(error).__module__.startswith(("pyiceberg.", "requests.", "pydantic_core.")):
+    except (RESTError, OSError, ValueError, SQLAlchemyError) as error:
+        if not type(error).__module__.startswith(("pyiceberg.", "requests.", "pydantic_core.", "sqlalchemy.")):
             raise
-        address, text = (_PASSWORD.sub("//", f"{one}") for one in (named.get("uri", "no uri"), error))
+        said = getattr(error, "orig", error)  # the database's own words, without SQLAlchemy's
+        address, text = (_PASSWORD.sub("//", f"{one}") for one in (named.get("uri", "no uri"), said))
         known = _ERRNO.search(text)
         reason = known[1] if known else text.split("\n")[0].rstrip(".")
         remedy = "Check `warehouse.catalog`, its token or credential, and that the server runs."

@@ -6,13 +6,21 @@ from typing import Any, NoReturn
 
 from pyiceberg.catalog import Catalog, load_catalog
 from pyiceberg.catalog.sql import SqlCatalog
-from pyiceberg.exceptions import NoSuchIdentifierError, NoSuchNamespaceError, NoSuchTableError
+from pyiceberg.exceptions import NoSuchIdentifierError, NoSuchNamespaceError, NoSuchTableError, RESTError
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 from pyiceberg.utils.config import Config
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
 
 from storage.config import TableConfig
 from storage.errors import StorageError, reading_metadata
+
+VIEWS = (
+    "SELECT 1 FROM iceberg_tables WHERE catalog_name = :catalog AND table_namespace = :namespace"
+    " AND table_name = :name AND iceberg_type = 'VIEW'"
+)
+"""How an SQL catalog tells a view, which pyiceberg does not ask."""
 
 
 class ForeignTable(Table):
@@ -98,11 +106,29 @@ class ForeignTables:
                     found = ForeignTable(catalog.load_table(name), alias, source)
                 self._places[alias] = (catalog, name)
                 return found
+        if any(_is_view(catalog, name) for catalog, name in _places(own, source.table)):
+            raise StorageError(
+                f"'{source.table}'", "a table", "a view, which is a query of its engine",
+                "Name the table that it reads, or have its engine write its rows to a table.",
+            )  # fmt: skip
         known = ", ".join(Config().get_known_catalogs()) or "none"
         raise StorageError(
             f"table '{source.table}'", "a table of that catalog and namespace", "none of that name",
             f"Correct the name. Catalogs in pyiceberg's own configuration: {known}. Otherwise set warehouse.catalog.",
         )  # fmt: skip
+
+
+def _is_view(catalog: Catalog, name: str) -> bool:
+    """Whether a catalog has a view of that name. Those without views, and those that refuse to tell, have none."""
+    if not isinstance(catalog, SqlCatalog):
+        with suppress(RESTError, NotImplementedError):
+            return catalog.view_exists(name)
+        return False
+    *namespace, view = name.split(".")
+    asked = {"catalog": catalog.name, "namespace": ".".join(namespace), "name": view}
+    with suppress(SQLAlchemyError), catalog.engine.connect() as connection:  # a catalog of version 0 knows no views
+        return connection.execute(text(VIEWS), asked).scalar() is not None
+    return False
 
 
 def _places(own: Catalog, table: str) -> Iterator[tuple[Catalog, str]]:

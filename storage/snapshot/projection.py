@@ -14,6 +14,9 @@ from storage.snapshot.maps import MapEntries, find_keys
 from storage.snapshot.row_exclusions import FileRows
 from storage.snapshot.row_groups import FileColumn
 
+REWRITE = "Rewrite the file with the engine that wrote it, or ingest its day with force=true."
+"""Remedy for a file of a table of ours."""
+
 
 class Projection:
     """Columns of a table, and how they are found in its data files: by field id, or as keys of a map.
@@ -23,20 +26,22 @@ class Projection:
         types: Name -> type that a reader gives the column.
         defaults: Name -> value where a file lacks the column. None: null.
         keys: Name -> key of a map, for those that are one.
+        remedy: What helps if values of a file do not fit.
     """
 
-    def __init__(self, schema: Schema, names: Iterable[str]) -> None:
+    def __init__(self, schema: Schema, names: Iterable[str], remedy: str = REWRITE) -> None:
         arrow, fields = schema.as_arrow(), {name: schema.find_field(name) for name in names}
         self.ids = {name: field.field_id for name, field in fields.items()}
         self.types = {name: arrow.field(name).type for name in fields}
         self.defaults = {name: field.initial_default for name, field in fields.items()}
         self.keys = find_keys(schema, fields)
+        self.remedy = remedy
 
     def only(self, names: Collection[str]) -> "Projection":
         """Returns some of the columns."""
         made = copy.copy(self)
-        for part, whole in vars(self).items():
-            setattr(made, part, {name: value for name, value in whole.items() if name in names})
+        for part in ("ids", "types", "defaults", "keys"):
+            setattr(made, part, {name: value for name, value in getattr(self, part).items() if name in names})
         return made
 
     def known_columns(
@@ -76,27 +81,25 @@ class Projection:
 
         def column(name: str) -> pa.Array:
             kind, number = self.types[name], self.ids[name]
-            own = _cast(part.column(stored[number]), kind, name, rows.path) if number in stored else None
+            own = self._cast(part.column(stored[number]), kind, name, rows) if number in stored else None
             key = self.keys.get(name)
             if key is not None and key.field in indexes and (own is None or own.null_count):
-                entries = _cast(indexes[key.field].column(key.key, key.scores), kind, name, rows.path)
+                entries = self._cast(indexes[key.field].column(key.key, key.scores), kind, name, rows)
                 own = entries if own is None else _coalesce(own, entries)
             return _fill(rows.day if name == DAY else self.defaults[name], kind, len(part)) if own is None else own
 
         return pa.RecordBatch.from_arrays([column(name) for name in columns], list(columns))
 
-
-def _cast(array: pa.Array, kind: pa.DataType, name: str, path: str) -> pa.Array:
-    if array.type == kind:
-        return array
-    try:
-        return array.cast(kind)
-    except pa.ArrowException as error:
-        raise StorageError(
-            f"column '{name}' of file '{path}'", f"values that fit {kind}",
-            f"{error}".split("\n")[0].rstrip("."),
-            "Rewrite the file with the engine that wrote it, or ingest its day with force=true.",
-        ) from error  # fmt: skip
+    def _cast(self, array: pa.Array, kind: pa.DataType, name: str, rows: FileRows) -> pa.Array:
+        if array.type == kind:
+            return array
+        try:
+            return array.cast(kind)
+        except pa.ArrowException as error:
+            raise StorageError(
+                f"column '{name}' of file '{rows.path}'", f"values that fit {kind}",
+                f"{error}".split("\n")[0].rstrip("."), self.remedy,
+            ) from error  # fmt: skip
 
 
 def _coalesce(first: pa.Array, second: pa.Array) -> pa.Array:

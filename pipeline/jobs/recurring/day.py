@@ -144,7 +144,7 @@ def pin_day(workspace: Workspace, day: datetime.date, force: bool) -> Today:
     rows = warehouse.day_rows(snapshot)
     if day not in rows:
         known = f"{min(rows)} to {max(rows)}"
-        raise EmptyDatasetError(f"day {day}", f"a day of table '{config.name}', {known}", "none", "Ingest it first.")
+        raise EmptyDatasetError(f"day {day}", f"a day of table '{config.name}', {known}", "none", "Write it first.")
     identity = identity_of_day(workspace, day)
     done = None if force else _find_done(workspace, identity)
     champion = require_champion(workspace)

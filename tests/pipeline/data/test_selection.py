@@ -400,7 +400,7 @@ def test_a_share_is_a_number() -> None:
             {"days": {"train": ["2024-12-31"], "test": ["2030-01-01"]}},
             DAYS,
             "split.days.test '2030-01-01': expected days of the table, 2024-12-25 to 2025-01-13, got no such day. "
-            "Ingest the day, or name another.",
+            "Write the day to the table, or name another.",
         ),
         (
             {"every_nth_day": {"n": 300, "test": 250}},
@@ -410,7 +410,7 @@ def test_a_share_is_a_number() -> None:
         (
             {"days": {"train": ["2024-12-31"], "test": ["2030-01-01"]}},
             [],
-            "split: expected days to split, got a table without rows. Ingest some days.",
+            "split: expected days to split, got a table without rows. Write some to it first.",
         ),
     ],
 )

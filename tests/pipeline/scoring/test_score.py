@@ -239,7 +239,7 @@ def test_columns_that_the_model_lacks_are_named_before_a_row_is_read(warehouse):
         run(warehouse, scorer=scorer, version=4)
     assert str(caught.value) == (
         "table 't': expected the columns that version 4 reads, got none named age, city. "
-        "Ingest them, or name another version: version=N."
+        "Write them to the table, or name another version: version=N."
     )
     assert scorer.rows == 0
     assert not warehouse.has_table("t_scores")

@@ -1,6 +1,8 @@
 """Tables share what was parsed of their metadata, and every writer and reader sees the newest state."""
 
 import datetime
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.serializers import FromInputFile
 
 from storage.config import WarehouseConfig
+from storage.errors import StorageError
 from storage.reader import SnapshotRef
 from storage.snapshot.catalog import KEPT_STATES, ParsedOnceCatalog
 from storage.snapshot.maintenance import expire
@@ -41,6 +44,24 @@ def test_each_state_of_a_table_is_parsed_once(warehouse: Warehouse, monkeypatch:
         warehouse.day_notes("events")
         assert warehouse.day_rows(snapshot) == {DAY1: 3, DAY2: count}
     assert len(parsed) == len(set(parsed)) == 3
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_database_that_does_not_answer_is_one_sentence(kind: str, tmp_path: Path) -> None:
+    if kind == "postgresql":
+        pytest.importorskip("psycopg2")
+    with socket.socket() as held:  # bound, and not listened to: nobody else takes the port
+        held.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{held.getsockname()[1]}/x"
+        uri = f"postgresql+psycopg2://me:secret@{place}" if kind == "postgresql" else f"sqlite:///{tmp_path}/none/x.db"
+        catalog = {"type": "sql", "uri": uri, "warehouse": f"file://{tmp_path}"}
+        with pytest.raises(StorageError) as error:
+            _ = Warehouse(WarehouseConfig(catalog=catalog), tmp_path).catalog
+    shown = f"postgresql+psycopg2://{place}: connection to server" if kind == "postgresql" else f"{uri}: unable to open"
+    assert str(error.value).startswith(f"cannot open the catalog at {shown}")
+    assert str(error.value).endswith("its token or credential, and that the server runs.")
+    assert "\n" not in str(error.value)
+    assert "secret" not in str(error.value)
 
 
 def test_pyicebergs_own_catalog_reads_the_same_tables(warehouse: Warehouse) -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.expressions import GreaterThan, LessThan
 from pyiceberg.table import Table
 from pyiceberg.transforms import (
@@ -22,6 +23,7 @@ from pyiceberg.transforms import (
     TruncateTransform,
 )
 from pyiceberg.typedef import Record
+from sqlalchemy import text
 
 from storage.config import TableConfig, WarehouseConfig
 from storage.errors import StorageError
@@ -289,21 +291,25 @@ def test_a_column_that_the_day_would_hide_is_refused(
     assert f"{error.value}".endswith(f"Set source.day_column={name} if it tells the day; else rename it in the table.")
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "typed"])
 def test_remedies_for_a_table_of_another_engine_work_there(
     theirs: Catalog, opened: Callable[..., Warehouse], damage: str
 ) -> None:
     """No ingest of ours writes it."""
-    table = make(theirs, "nothing") if damage == "cut" else theirs.create_table("logs.events", log().schema)
-    if damage == "cut":
+    table = theirs.create_table("logs.events", log().schema) if damage == "empty" else make(theirs, "nothing")
+    if damage != "empty":
         path = Path(next(iter(table.scan().plan_files())).file.file_path.removeprefix("file://"))
-        path.write_bytes(path.read_bytes()[:-9])
+        rows = pq.read_table(path)
+        ids = rows.schema.field("id").with_type(pa.float64())
+        pq.write_table(rows.set_column(0, ids, pa.array([0.5] * len(rows))), path)
+        path.write_bytes(path.read_bytes()[: -9 if damage == "cut" else None])
     with pytest.raises(StorageError) as error:
         ids_by_day(opened(day_column="ts"))
     assert "ngest" not in f"{error.value}"
     assert f"{error.value}".endswith(
         {
             "cut": "Put it back from a copy, or write its rows again with the engine of table 'theirs.logs.events'.",
+            "typed": "Rewrite the file with the engine of table 'theirs.logs.events'.",
             "empty": "Write rows to 'theirs.logs.events' with its engine, or set source.branch.",
         }[damage]
     )
@@ -324,6 +330,20 @@ def test_an_absent_table_is_named(opened: Callable[..., Warehouse]) -> None:
     assert str(error.value) == (
         "table 'theirs.logs.events': expected a table of that catalog and namespace, got none of that name. Correct the "
         "name. Catalogs in pyiceberg's own configuration: theirs. Otherwise set warehouse.catalog."
+    )
+
+
+def test_a_view_is_said_to_be_one(theirs: Catalog, opened: Callable[..., Warehouse]) -> None:
+    """As Spark's JDBC catalog writes it beside the tables."""
+    make(theirs, "ds")
+    assert isinstance(theirs, SqlCatalog)
+    with theirs.engine.begin() as connection:
+        connection.execute(text("UPDATE iceberg_tables SET iceberg_type = 'VIEW'"))
+    with pytest.raises(StorageError) as error:
+        opened().table("samples")
+    assert str(error.value) == (
+        "'theirs.logs.events': expected a table, got a view, which is a query of its engine. Name the table that it "
+        "reads, or have its engine write its rows to a table."
     )
 
 

@@ -1,11 +1,15 @@
 """Masks of filters equal Arrow's own filter, and choices narrow them."""
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from pyiceberg.schema import Schema
+from pyiceberg.types import DoubleType, FloatType, LongType, NestedField, StringType
 
-from storage.snapshot.row_filter import RowChoice, choose_rows, find_rows, keep_rows
+from storage.filters import check_filter, parse_filter
+from storage.snapshot.row_filter import RowChoice, choose_rows, find_rows, keep_rows, make_mask
 
 X, Y = pc.field("x"), pc.field("y")
 EXPRESSIONS = {
@@ -47,6 +51,33 @@ def test_a_choice_looks_at_the_rows_that_pass_the_filter(rows: pa.RecordBatch, k
     assert after == 40 + len(passing)
     found = rows if mask is None else rows.filter(mask)
     assert found["z"].to_pylist() == passing[numbers % 3 == 0].tolist()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x < 1e100", "x>=-1E100 and x<1.5e+3", "x in (1e3, 2e0)", "not (x = 25E-1)", "n < 1e100", "n >= 1e3", "n = 1.5E3",
+        "f > 1e-3 or x = .5e1", "t = '1e3'", "t != 'it''s 1e3' and x > 1e-400",
+    ],
+)  # fmt: skip
+def test_numbers_may_have_a_power_of_ten(text: str) -> None:
+    """The rows of DuckDB, which knows such numbers."""
+    values = [-1e300, -2.5, 0.0, 1e-9, 2.0, 2.5, 5.0, 1e3, 1500.0, 1e99, 1e100, 1e300]
+    table = pa.table({
+        "x": values, "n": [int(max(-9e18, min(9e18, value))) for value in values],
+        "f": pa.array([max(-3e38, min(3e38, value)) for value in values], pa.float32()),
+        "t": ["1e3", "1000", "it's 1e3", *"abcdefghi"],
+    })  # fmt: skip
+    schema = Schema(
+        NestedField(1, "x", DoubleType()), NestedField(2, "n", LongType()), NestedField(3, "f", FloatType()),
+        NestedField(4, "t", StringType()),
+    )  # fmt: skip
+    check_filter(text, schema)
+    with duckdb.connect() as connection:
+        connection.register("rows", table)
+        expected = connection.sql(f"SELECT * FROM rows WHERE {text}").to_arrow_table()
+    mask, _ = make_mask(parse_filter(text), schema)
+    assert table.filter(mask).to_pydict() == expected.to_pydict()
 
 
 def test_a_choice_of_all_leaves_the_mask(rows: pa.RecordBatch) -> None:

@@ -43,7 +43,7 @@ def refusal(overrides: dict[str, Any], snapshot_id: int | None = None) -> str:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ({"split.days.test": ["2030-01-01"]}, "split.days.test '2030-01-01': expected days of the table, 2025-01-06 to 2025-01-09, got no such day. Ingest the day, or name another."),
+        ({"split.days.test": ["2030-01-01"]}, "split.days.test '2030-01-01': expected days of the table, 2025-01-06 to 2025-01-09, got no such day. Write the day to the table, or name another."),
         ({"filter": "num_price < -5"}, "split, part 'train': expected at least one row, got none. Change split or filter."),
         ({"filter": "event_time < '2025-01-09T00:00:00'"}, "split, part 'test': expected at least one row, got none. Change split or filter."),
         ({"filter": "nothing = 1"}, "filter 'nothing = 1': expected columns of the table, got 'nothing'. Closest: num_position, event_time, num_scroll_depth, list_interests, num_tenure_days, cat_item, num_price, num_item_age_hours. Correct the name."),
@@ -97,7 +97,7 @@ def test_an_emptied_day_is_no_day_of_the_table(tmp_path: Path, monkeypatch: pyte
     replace_days(warehouse, "smoke", {DAYS[3]: "gone"}, warehouse.schema(warehouse.current("smoke")), [], 0)
     assert refusal({}) == (
         "split.days.test '2025-01-09': expected days of the table, 2025-01-06 to 2025-01-08, got no such day. "
-        "Ingest the day, or name another."
+        "Write the day to the table, or name another."
     )
     assert not (tmp_path / "runs").exists()
 

@@ -445,5 +445,5 @@ def test_a_pass_over_other_rows_than_were_pinned_ends_with_an_error() -> None:
         read_pass(41, Position())
     assert str(error.value) == (
         "rows of dataset 'train': expected the 41 rows that were pinned, got 40 in a pass over all of them. "
-        "Do not use this result. Ingest the days again with force=true, and report this as a bug."
+        "Do not use this result. Write the days to the table again, and report this as a bug."
     )
