@@ -189,7 +189,8 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     day_zone: str = "UTC"
     """Time zone of the days of `table`, for a day column that is a timestamp with a zone."""
     day_unit: Literal["seconds", "milliseconds", "microseconds"] | None = None
-    """Unit of a day column that holds numbers: the time since 1970-01-01 in UTC. None: it holds dates or text."""
+    """Unit of a day column that holds numbers: the time since 1970-01-01 in UTC. It also applies to numbers in the
+    times of both logs and in `as_of`, which are stored as timestamps. None: they hold dates, timestamps or text."""
     day: datetime.date | None = None
     """The day of all rows, if the data has no day column."""
     rename: Mapping[str, str] = {}
@@ -414,7 +415,8 @@ class EventTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     path: str | tuple[str, ...] | None = None
     """Files of the log: a path, a glob, or several, as `source.path`. None: the generator writes it."""
     key: Names
-    """Columns that say whose event it is, such as a user. An event without one of them is quarantined."""
+    """Columns that say whose event it is, such as a user. An event without one of them, such as that of an anonymous
+    visitor, is left out."""
     time: str
     """Timestamp or date of the event. It gives the event's day."""
     columns: Names = ("*",)
@@ -423,6 +425,8 @@ class EventTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """As `source.format`."""
     date_format: Names | None = None
     """As `source.date_format`, for text in `time`."""
+    day_unit: Literal["seconds", "milliseconds", "microseconds"] | None = None
+    """As `source.day_unit`, for numbers in `time`. It is stored as a timestamp."""
     rename: Mapping[str, str] = {}
     """As `source.rename`."""
     unique: Names | None = None
@@ -436,8 +440,9 @@ class EventTable(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     def source(self) -> SourceConfig:
         """The log as a source of rows."""
         return SourceConfig(
-            path=self.path, format=self.format, day_column=self.time, date_format=self.date_format, rename=self.rename
-        )
+            path=self.path, format=self.format, day_column=self.time, date_format=self.date_format,
+            day_unit=self.day_unit, rename=self.rename,
+        )  # fmt: skip
 
 
 class LabelColumns(BaseModel, frozen=True, extra="ignore", use_attribute_docstrings=True):

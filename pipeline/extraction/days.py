@@ -160,7 +160,8 @@ def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) ->
 
 def _not_declared(events: EventTable) -> set[str]:
     """Returns the keys of an event table that do not say what its rows are."""
-    return {"path", "format", "keep_days"} | ({"unique"} if events.unique is None else set())
+    unset = {key for key in ("unique", "day_unit") if getattr(events, key) is None}
+    return {"path", "format", "keep_days"} | unset
 
 
 def _check_counts(

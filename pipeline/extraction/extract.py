@@ -45,7 +45,7 @@ from pipeline.extraction.profiling import (
     repair_profile,
     store_profile,
 )
-from pipeline.extraction.samples import count_repeated, count_rows, maps_of, number_columns
+from pipeline.extraction.samples import ANONYMOUS, count_repeated, count_rows, maps_of, number_columns
 from pipeline.extraction.writing import order_clause, write_days
 from pipeline.transforms.schema import FeatureSchema
 from storage.query import column_types, quote
@@ -197,7 +197,7 @@ def extract(
         broken = [day for day in plan.due if day.day in checked.held_back]
         _move_held_back(ingest, plan, broken)
         if not passed and not context.warehouse.has_table(context.table):
-            raise _no_table_error(context.table, plan.wanted, [*broken, *plan.held_back])
+            raise _no_table_error(context, plan.wanted, [*broken, *plan.held_back])
         _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
         _write_days(ingest, passed, profiled)
         remember(context)
@@ -211,7 +211,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     """Sorts the days of the source by what the table has of them, and attributes outcomes to those that are due."""
     rows, context = ingest.rows, ingest.context
     days, lines = survey(rows, context, ingest.config.order_by)
-    stored = context.warehouse.written_days(context.table)
+    stored, there = context.warehouse.written_days(context.table), context.warehouse.whole_days(context.table)
     first = first_kept({*stored, *(day.day for day in days)}, context.events)
     wanted = [day for day in select_days(days, context.only, context.place("path")) if day.day >= first]
     if context.events is not None and not ingest.force:
@@ -238,10 +238,11 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     due = [replace(day, note=day.note.model_copy(update=noted)) for day in left if day not in held_back]
     if rows.join is not None and due:
         rows.join.attribute(rows.view, days_condition(due))
-    repeated = context.events is not None and context.events.unique is not None
-    if context.events is not None and not repeated and due:
+    if context.events is not None and due:
+        _warn_of_anonymous(ingest, context.events.key, due)
+    if context.events is not None and context.events.unique is None and due:
         _warn_of_repeated(ingest, context.place("unique"), due)
-    if due and (rows.join is not None or context.source.unlabelled == "skip" or repeated):
+    if due and (rows.join is not None or context.source.unlabelled == "skip" or context.events is not None):
         due = [day for day in count_left_out(rows, due) if day.kept or day.day in stored]
     return _Plan(
         wanted=wanted,
@@ -256,8 +257,16 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         definition=days[0].note.definition,
         first=first,
         lines=lines,
-        elsewhere=0 if context.only else sum(day >= first for day in stored.keys() - {day.day for day in days}),
+        elsewhere=0 if context.only else sum(day >= first for day in there - {day.day for day in days}),
     )
+
+
+def _warn_of_anonymous(ingest: _Ingest, key: Sequence[str], due: Sequence[SourceDay]) -> None:
+    """Says how many events are left out because they lack a key."""
+    found = count_rows(ingest.rows.connection, ingest.rows.view, f"{ANONYMOUS} AND {days_condition(due)}")
+    if found:
+        rows = sum(day.rows for day in due)
+        ingest.warn(f"{found:,} of {rows:,} events of the days to write have no {' or '.join(key)} and are left out")
 
 
 def _warn_of_repeated(ingest: _Ingest, key: str, due: Sequence[SourceDay]) -> None:
@@ -504,8 +513,16 @@ def _count_stale(noted: Mapping[datetime.date, DayNote], days: Sequence[SourceDa
     return dict(found)
 
 
-def _no_table_error(table: str, days: Sequence[SourceDay], held_back: Sequence[SourceDay]) -> EmptyDatasetError:
+def _no_table_error(
+    context: SourceContext, days: Sequence[SourceDay], held_back: Sequence[SourceDay]
+) -> EmptyDatasetError:
     """Explains why an ingest wrote no table at all."""
+    table = context.table
+    if context.events is not None and not held_back:
+        return EmptyDatasetError(
+            f"events of table '{table}'", f"some with {' and '.join(context.events.key)}", "null in all",
+            f"Correct {context.place('key')}.",
+        )  # fmt: skip
     if held_back:
         return EmptyDatasetError(
             f"table '{table}'", "a day that keeps the rules of ingest.checks",

@@ -53,6 +53,7 @@ class Join:
         files: Files of the outcome log.
         label: `features.label`.
         formats: `source.date_format`.
+        unit: `source.day_unit`.
     Raises:
         ConfigError: If a column is missing or has the wrong type, or the feature log has a column that the join adds.
     """
@@ -65,11 +66,13 @@ class Join:
         files: Sequence[ReadableFile],
         label: str,
         formats: Sequence[str] = (),
+        unit: str | None = None,
     ) -> None:
         self.connection, self.source, self.config = connection, source, outcomes
         self.made = outcomes.labels_by_column(label)
         times = [outcomes.outcome_time]
-        create_view(connection, "outcomes", files, "source.outcomes.path", times=times, formats=formats)
+        where = "source.outcomes.path"
+        create_view(connection, "outcomes", files, where, times=times, formats=formats, unit=unit, clocks=times)
         self._check(label)
         self.key, self.time = quote(outcomes.on), quote(outcomes.outcome_time)
         self.shown = quote(outcomes.feature_time)

@@ -23,7 +23,7 @@ from pipeline.errors import DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
-from pipeline.extraction.samples import GOOD, add_event_types, add_types, unstorable_columns
+from pipeline.extraction.samples import GOOD, OTHER_TYPE, add_event_types, add_types, unstorable_columns
 from pipeline.extraction.sources import create_view, find_invalid_utf8, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list, is_text
@@ -72,6 +72,14 @@ class SourceContext:
     def outcome_columns(self) -> list[str]:
         """Columns computed from outcomes: labels and weight, no features."""
         return self.source.outcome_columns(self.schema.label)
+
+    @property
+    def clocks(self) -> set[str]:
+        """Columns of the rows that something takes as a time, and not as a day alone."""
+        source, events, sources = self.source, self.events, getattr(self.schema, "sources", ())
+        found = {one.as_of for one in (*source.lookups, *sources)}
+        found |= {source.outcomes.feature_time if source.outcomes else None, events.time if events else None}
+        return {name for name in found if name is not None}
 
     def place(self, key: str) -> str:
         """Returns a key of the source as the config has it: an event table has other names for some."""
@@ -166,7 +174,7 @@ def open_source_rows(
         join, columns = None, [column for _, column in unmatched]
         if source.outcomes is not None:
             logged = [raw.read[file] for file in raw.outcomes]
-            join = Join(connection, view, source.outcomes, logged, label, source.date_format or ())
+            join = Join(connection, view, source.outcomes, logged, label, source.date_format or (), source.day_unit)
             join.mark_repeated()
             view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
         stored = _stored_types(context.warehouse, context.table)
@@ -206,7 +214,7 @@ def open_raw_rows(
         formats = source.date_format or ()
         create_view(
             connection, "source", [read[file] for file in files], context.place("path"), numbered, times, formats,
-            source.rename, _stored_types(context.warehouse, context.table),
+            source.day_unit, source.rename, _stored_types(context.warehouse, context.table), context.clocks,
         )  # fmt: skip
         tables = [(lookup, [read[file] for file in paths]) for lookup, paths in lookups]
         view, notes = join_side_tables(connection, "source", tables, source.rename) if lookups else ("source", [])
@@ -271,6 +279,14 @@ def _connection(files: Sequence[ReadableFile], context: SourceContext) -> Iterat
             ):
                 where = f"column '{found[1]}' of '{found[0].name}'"
                 raise DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.") from error
+            if (changed := OTHER_TYPE.search(str(error))) is not None:
+                name, kind, value = changed.groups()
+                raise DataError(
+                    f"column '{name}'", f"{kind}, as in table '{context.table}'", value,
+                    "A table's column keeps its type. Correct the value, begin a new column with"
+                    f' {context.place("rename")}={{"{name}": "{name}_2"}} (null in all earlier days), or write all days'
+                    " into another table with name=NAME.",
+                ) from error  # fmt: skip
             if isinstance(error, duckdb.OutOfMemoryException):
                 raise DataError(
                     "memory of the ingest", f"rows that fit into {limits['memory_limit']} of memory", first_line(error),

@@ -27,6 +27,10 @@ _INTS = {
     "UINTEGER": "BIGINT",
 }
 _NULLS = '"NULL"'
+OTHER_TYPE = re.compile(r"column '(.*)' has (whole numbers.*) in the table, and cannot hold (.*)")
+"""DuckDB's error for a value that the table's type of a column would change."""
+ANONYMOUS = "__anonymous"
+"""Column of the view of events: whether a row lacks a key."""
 GOOD = f"__reason IS NULL AND NOT {LEFT_OUT}"
 """SQL condition on rows of the typed view to write."""
 DAY_UNITS = {"seconds": 86_400, "milliseconds": 86_400_000, "microseconds": 86_400_000_000}
@@ -136,7 +140,7 @@ def add_event_types(
     numbered: bool,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Creates a view of events as stored, as `add_types`. They have no label, and a reason if they lack a key.
+    """Creates a view of events as stored, as `add_types`. They have no label. Those that lack a key are left out.
 
     Args:
         place: Key of the config -> where errors say that it is.
@@ -148,7 +152,7 @@ def add_event_types(
     if not types[time].startswith(("TIMESTAMP", "DATE")):
         raise ConfigError(
             f"{place('time')} '{time}'", "timestamps or dates", types[time],
-            "Set date_format for text, or write timestamps.",
+            "Set date_format for text or day_unit for numbers, or write timestamps.",
         )  # fmt: skip
     chosen = dict.fromkeys([*keys, time, *resolve(events.columns, names, place("columns"))])
     for name in chosen:
@@ -168,15 +172,15 @@ def add_event_types(
     typed = [
         f"{_cast(name, types[name], False, stored.get(name, decimals.get(name)))} AS {quote(name)}" for name in kept
     ]
-    reasons = [f"WHEN {quote(name)} IS NULL THEN '{name} is null'" for name in keys]
     date = _day(time, types[time], None)
-    left_out = "false"
+    left_out = anonymous = " OR ".join(f"{quote(name)} IS NULL" for name in keys)
     if events.unique is not None:
         _mark_repeated(connection, view, resolve(events.unique, names, place("unique")), "*" in events.unique)
-        left_out = f"({FILE}, {ROW}) IN (SELECT (file, row) FROM repeated_rows)"
+        left_out = f"{anonymous} OR ({FILE}, {ROW}) IN (SELECT (file, row) FROM repeated_rows)"
+    made = f"{date} AS {DAY}, ({left_out}) AS {LEFT_OUT}, ({anonymous}) AS {ANONYMOUS}"
     connection.execute(
-        f"CREATE VIEW samples AS SELECT {', '.join(typed)}, {date} AS {DAY}, {left_out} AS {LEFT_OUT},"
-        f" CASE {' '.join(reasons)} END AS __reason, {FILE} AS __file, {ROW if numbered else 0} AS __row FROM {view}"
+        f"CREATE VIEW samples AS SELECT {', '.join(typed)}, {made}, CAST(NULL AS VARCHAR) AS __reason,"
+        f" {FILE} AS __file, {ROW if numbered else 0} AS __row FROM {view}"
     )
     _check_days(connection, view, time, types[time], count_rows(connection, "samples", f"{DAY} IS NULL"), date, place)
     return "samples"
@@ -201,7 +205,7 @@ def _mark_repeated(connection: duckdb.DuckDBPyConnection, view: str, columns: Se
 def count_repeated(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> int:
     """Returns the rows of the view that repeat another one in all columns to store."""
     names = ", ".join(quote(name) for name in column_types(connection, view) if not name.startswith("__"))
-    query = f"SELECT count(*) - count(DISTINCT hash({names})) FROM {view} WHERE {condition}"
+    query = f"SELECT count(*) - count(DISTINCT hash({names})) FROM {view} WHERE {condition} AND NOT {ANONYMOUS}"
     return int(connection.sql(query).fetchall()[0][0])
 
 
@@ -238,7 +242,7 @@ def plain_name(name: str) -> str:
 def _day(name: str, kind: str, unit: str | None) -> str:
     """Returns SQL for the day in a column, or null if it has none. Python's dates end with the year 9999."""
     column, given = quote(name), quote(name)
-    if unit is not None:
+    if unit is not None and not kind.startswith(("DATE", "TIMESTAMP")):
         given = f"DATE '1970-01-01' + TRY_CAST(floor({_number(name)} / {DAY_UNITS[unit]}) AS INTEGER)"
         return f"CASE WHEN abs({_number(name)}) < {FARTHEST_DAY * DAY_UNITS[unit]} THEN {given} END"
     if kind == "VARCHAR":  # DuckDB would drop a zone, and read words such as 'epoch'
@@ -276,7 +280,7 @@ def _check_days(
     if re.match(r"U?(TINY|SMALL|BIG|HUGE)?INT|DOUBLE|FLOAT|DECIMAL", kind):
         largest = connection.sql(f"SELECT max(abs({_number(day)})) FROM {view}").fetchall()[0][0]
         remedy = (
-            f"If they are times since 1970, set source.day_unit={guess_unit(largest or 0.0)}; else write ISO dates."
+            f"If they are times since 1970, set {place('day_unit')}={guess_unit(largest or 0.0)}; else write ISO dates."
         )
     raise DataError(
         f"{place('day_column')} '{day}'", "a date in every row",
@@ -505,7 +509,8 @@ def _cast_whole(name: str, item: str, lists: str, rounded: bool) -> str:
 def _checked(name: str, test: str, kind: str) -> str:
     """SQL of numbers in the type that the table has. It fails at a number that would change, and names it."""
     column, shown = quote(name), name.replace("'", "''")
-    sentence = f"column ''{shown}'' is of type {kind} in the table, and cannot hold "
+    fitting = {"BIGINT": "whole numbers", "FLOAT": "whole numbers up to 2^24", "DOUBLE": "whole numbers up to 2^53"}
+    sentence = f"column ''{shown}'' has {fitting[kind]} in the table, and cannot hold "
     return (
         f"CASE WHEN {column} IS NULL OR ({test}) THEN CAST({column} AS {kind})"
         f" ELSE error('{sentence}' || CAST({column} AS VARCHAR)) END"

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import duckdb
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from pipeline.data.formats.csv import refuse_like_names
 from pipeline.data.formats.files import SourceFile, address_of, folder_values
 from pipeline.data.formats.reading import ReadableFile, explained, read_files
-from pipeline.data.formats.types import FILE, parse_times
+from pipeline.data.formats.types import FILE, count_times, is_number, parse_times
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import SideTable
 from storage.arrow import differing_clocks
@@ -32,8 +32,10 @@ def create_view(
     numbered: bool = False,
     times: Sequence[str] = (),
     formats: Sequence[str] = (),
+    unit: str | None = None,
     rename: Mapping[str, str] = MappingProxyType({}),
     stored: Mapping[str, str] = MappingProxyType({}),
+    clocks: Collection[str] = (),
 ) -> None:
     """Creates one view of all files. A column that a file lacks is null in its rows.
 
@@ -42,6 +44,8 @@ def create_view(
         numbered: Whether to add the column ROW.
         times: Columns with a day or time.
         formats: `source.date_format`, to read text in these columns.
+        unit: `source.day_unit`, to read numbers in `clocks`.
+        clocks: Columns that something takes as a time, and not as a day alone.
         rename: `source.rename`. Columns that the files lack are passed over. The other names here are new ones.
         stored: Column -> DuckDB's type of it in the table that the rows are for.
     Raises:
@@ -56,12 +60,14 @@ def create_view(
     ):
         rows = read_files(connection, files, numbered, given if formats else (), known)
         rows = _rename(_add_folders(rows, files, given), rename, where)
-        parsed = [
-            time for time, kind in zip(rows.columns, rows.types, strict=True) if time in times and kind == "VARCHAR"
-        ]
+        kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
+        parsed = [time for time, kind in kinds.items() if time in times and kind == "VARCHAR"]
+        counted = [time for time, kind in kinds.items() if time in clocks and is_number(kind)]
         if formats and parsed:
             rows = parse_times(rows, parsed, formats)
         refuse_like_names(f"columns of {where}", rows.columns)  # DuckDB would give one of them another name
+        if unit is not None and counted:
+            rows = count_times(rows, counted, unit)
         rows.create_view(name)
 
 

@@ -1,6 +1,7 @@
 """Writes to tables: replaces whole days or appends a few rows, in one commit each."""
 
 import datetime
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
@@ -262,10 +263,12 @@ def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
     pairs = {name: (old.field(name).type, new.field(name).type) for name in new.names if name in known}
     changed = {name: pair for name, pair in pairs.items() if family_of(pair[0]) != family_of(pair[1])}
     if changed:
+        new_names = json.dumps({name: f"{name}_2" for name in changed})
         raise StorageError(
             f"columns of table '{table}'", ", ".join(f"{name} {family_of(pair[0])}" for name, pair in changed.items()),
             ", ".join(f"{name} {family_of(pair[1])}" for name, pair in changed.items()),
-            "The type of a column cannot change. Convert the source column, or write to a table of another name.",
+            f"A table's column keeps its type. Convert the source column, begin a new one with rename={new_names}"
+            " (null in all earlier days), or write all days into another table with name=NAME.",
         )  # fmt: skip
 
 

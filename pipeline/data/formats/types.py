@@ -38,6 +38,10 @@ _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT")
 _UNSIGNED = ("UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT")
 _EXACT = {"FLOAT": 2**24, "DOUBLE": 2**53}
 """Type -> how far it holds every whole number."""
+SECOND = {"seconds": 1, "milliseconds": 1_000, "microseconds": 1_000_000}
+"""Unit of `source.day_unit` -> how many make a second."""
+YEARS = (-62_135_596_800_000_000, 253_402_300_799_999_999)
+"""First and last microsecond of the years 1 to 9999, since 1970."""
 NOTHING = '"NULL"'
 """DuckDB's type of a column without any value."""
 
@@ -218,6 +222,11 @@ def _is_whole(kind: str) -> bool:
     return kind in (*_INTEGERS, *_UNSIGNED, "HUGEINT") or re.fullmatch(r"DECIMAL\(\d+,0\)", kind) is not None
 
 
+def is_number(kind: str) -> bool:
+    """Tells whether a type of DuckDB has numbers, but for truth values."""
+    return _is_whole(kind) or _is_fractional(kind)
+
+
 def _is_fractional(kind: str) -> bool:
     return kind in _EXACT or kind.startswith("DECIMAL")
 
@@ -279,6 +288,32 @@ def _emptied(kind: str) -> str:
 
 def _lists(rows: duckdb.DuckDBPyRelation, name: str) -> bool:
     return f"{rows.types[rows.columns.index(name)]}".endswith("[]")
+
+
+def count_times(
+    rows: duckdb.DuckDBPyRelation, times: Sequence[str], unit: str, key: str = "source.day_unit"
+) -> duckdb.DuckDBPyRelation:
+    """Converts columns of numbers, the time since 1970-01-01 in UTC, to timestamps of microseconds.
+
+    Args:
+        unit: One of SECOND.
+        key: Config key of the unit.
+    Raises:
+        DataError: If a number is no time of the years 1 to 9999.
+    """
+    values = {}
+    for name in times:
+        exact = f"TRY_CAST({quote(name)} AS DECIMAL(24,6)) * {1_000_000 // SECOND[unit]}"
+        micros = f"TRY_CAST(round({exact}) AS BIGINT)"
+        values[name] = f"CASE WHEN {micros} BETWEEN {YEARS[0]} AND {YEARS[1]} THEN make_timestamp({micros}) END"
+    for name, value in values.items():
+        bad = rows.filter(f"{quote(name)} IS NOT NULL AND {value} IS NULL").limit(1)
+        for number, file in bad.select(f"CAST({quote(name)} AS VARCHAR), {FILE}").fetchall():
+            raise DataError(
+                f"column '{name}' of '{file.rpartition('/')[2]}'", f"{unit} since 1970, as {key} says", number,
+                "Correct the value, or the unit.",
+            )  # fmt: skip
+    return rows.select(f"* REPLACE ({', '.join(f'{value} AS {quote(name)}' for name, value in values.items())})")
 
 
 def parse_times(rows: duckdb.DuckDBPyRelation, times: Sequence[str], formats: Sequence[str]) -> duckdb.DuckDBPyRelation:

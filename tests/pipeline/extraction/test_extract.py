@@ -190,6 +190,9 @@ def test_a_day_that_another_engine_changed_stays_and_is_named(
         "the changes of that engine are lost"
     ]
     assert stored()["user"].tolist() == [1, 5, 6]
+    theirs = stored()[:1].assign(day=DAY3)  # a day that only the other engine has
+    table.refresh().append(pa.Table.from_pandas(theirs, table.schema().as_arrow(), preserve_index=False))
+    assert ingest(BY_DAY).days_elsewhere == 1
 
 
 def test_a_table_that_was_rolled_back_is_written_again(

@@ -26,8 +26,12 @@ WINDOWS = {"label": 3_600, "converted": 86_400, "clicks": 7_200, "spent": 86_400
 ACTIONS = {"label": "click", "converted": "purchase", "clicks": "click", "spent": "purchase"}
 
 
-def logs(put: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Three days of impressions, some logged twice, and outcomes up to a day late. Each day is one file."""
+def logs(put: Any, unit: str | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Three days of impressions, some logged twice, and outcomes up to a day late. Each day is one file.
+
+    Args:
+        unit: Writes the times as numbers of it since 1970.
+    """
     chance = random.Random(11)
     shown = [
         {"impression_id": f"i{i}", "event_time": chance.randrange(3 * 86_400), "user": i % 7}
@@ -51,7 +55,9 @@ def logs(put: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             rows = [row for row in log if row[key] // 86_400 == day]
             if rows:
                 columns = {column: [row[column] for row in rows] for column in rows[0]}
-                times = [MIDNIGHT + pd.Timedelta(seconds=value) for value in columns[key]]
+                times: list[Any] = [MIDNIGHT + pd.Timedelta(seconds=value) for value in columns[key]]
+                if unit is not None:
+                    times = [(time - pd.Timestamp(0)) // pd.Timedelta(1, unit) for time in times]
                 put(f"{name}/{day + 1}.parquet", **{**columns, key: times})
     return shown, outcomes
 
@@ -101,13 +107,15 @@ def kept_by_hash(key: str, share: float, seed: int) -> bool:
     return int.from_bytes(digest[8:], "little") < int(share * 2**64)
 
 
-@pytest.mark.parametrize(("share", "seed"), [(None, 0), (0.25, 3), (1.0, 0)])
+@pytest.mark.parametrize(
+    ("share", "seed", "unit"), [(None, 0, None), (0.25, 3, "milliseconds"), (1.0, 0, None), (None, 0, "seconds")]
+)
 def test_each_impression_is_one_sample_or_counted(
-    ingest: Any, stored: Any, put: Any, warehouse: Warehouse, share: float | None, seed: int
+    ingest: Any, stored: Any, put: Any, warehouse: Warehouse, share: float | None, seed: int, unit: str | None
 ) -> None:
-    shown, outcomes = logs(put)
+    shown, outcomes = logs(put, unit)
     thinning = {} if share is None else {"keep_negatives": share, "keep_seed": seed}
-    result = ingest(source(**thinning), max_quarantined_share=0.2, rows_per_commit=600)
+    result = ingest({**source(**thinning), "day_unit": unit}, max_quarantined_share=0.2, rows_per_commit=600)
     labels, counts = expected(shown, outcomes)
     frame = stored().set_index("impression_id")
     assert frame.index.is_unique

@@ -2,6 +2,8 @@
 
 import datetime
 import decimal
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, ContractError, DataError
 from storage.warehouse import Warehouse
 from tests.homes import read_rows
 
@@ -220,6 +222,47 @@ def test_nulls_without_a_type_wait_for_one(ingest: Any, stored: Any, put: Any) -
     ingest(BY_DAY, dense=["price"])
     assert stored()["word"].isna().tolist() == [True, False]
     assert stored()["price"].isna().tolist() == [True, False]
+
+
+def test_a_column_may_have_another_type_on_a_later_day_if_no_value_changes(
+    ingest: Any, put: Any, warehouse: Warehouse
+) -> None:
+    """Else the day is refused, and what the error advises works."""
+    pairs: dict[str, tuple[Any, Any]] = {
+        "wider": (pa.array([1, 2], pa.int32()), pa.array([2**60, 3], pa.int64())),
+        "narrower": (pa.array([2**60, 2]), pa.array([3, 4], pa.int8())),
+        "whole": ([1, 2], [3.0, None]),
+        "double": (pa.array([1.5, 2.5], pa.float32()), [0.1, 2.0]),
+        "fractions": ([0.5, 1.5], [7, 2**40]),
+        "text": (["a", "b"], [1, 2**60]),
+        "text_of_floats": (["1", "b"], [5.0, None]),
+        "lists": ([[1], []], pa.array([[2**60], [5]], pa.list_(pa.int64()))),
+        "price": ([1, 2], [3, 4]),
+        "id": ([1, 2], [3, 4]),
+    }
+
+    def write(day: int, names: dict[str, Any], source: dict[str, Any], **config: Any) -> None:
+        put(f"{day}.parquet", user=[1, 2], label=[0, 1], date=[f"2024-01-0{day}"] * 2, **names)
+        ingest(BY_DAY | source, **config)
+
+    for day in (1, 2):
+        write(day, {name: pair[day - 1] for name, pair in pairs.items()}, {}, dense=["price"])
+    found = read_rows(warehouse, "events", [*pairs]).to_pydict()
+    wanted = {name: [*pa.array(one).to_pylist(), *pa.array(two).to_pylist()] for name, (one, two) in pairs.items()}
+    assert found == wanted | {"text": ["a", "b", "1", f"{2**60}"], "text_of_floats": ["1", "b", "5", None]}
+    for name, values, got in (
+        ("price", [1.5, 2.0], "price float"),
+        ("id", ["a", "b"], "id text"),
+        ("whole", [1.5, 2.0], "1.5"),
+    ):
+        own, read = {"path": "3.parquet"}, [name] if name == "price" else []
+        with pytest.raises(ContractError, match=f"got .*{got}.*A table's column keeps its type.*begin a new") as error:
+            write(3, {name: values}, own, dense=read)
+        rename = re.search(r"rename=(\{.*?\})", str(error.value))
+        assert rename is not None
+        new = json.loads(rename[1])
+        write(3, {name: values}, own | {"rename": new}, dense=[new[one] for one in read], force=True)
+        assert read_rows(warehouse, "events", [new[name]]).to_pydict()[new[name]] == [None] * 4 + values
 
 
 def test_a_day_of_empty_lists_waits_for_their_type(ingest: Any, stored: Any, put: Any) -> None:

@@ -15,7 +15,6 @@ from pipeline.config import load
 from pipeline.data.joined.reader import open_reader
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.generator.watched import watched_batches, watched_days
-from pipeline.extraction.writing import quarantine_name
 from pipeline.jobs.ingest.ingest import enrich_days, ingest_days
 from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.upkeep.clean import remove_snapshots
@@ -95,25 +94,57 @@ def test_days_and_trainings_are_the_same_wherever_the_project_lies(
     assert run(Path()) != ("skipped", identity)
 
 
-def test_a_log_becomes_days_sorted_by_key_and_time(open_: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["seconds", "milliseconds", "microseconds", "fractional seconds", "text"])
+def test_times_of_rows_and_events_may_be_numbers(open_: Open, tmp_path: Path, form: str) -> None:
+    """The same days, rows and lists as of timestamps; a number that is no time ends the ingest."""
+    expected = [
+        stored(one, table) for one in [open_()] if ingest_days(one, None, False) for table in ("ads", "watched")
+    ]
+    unit = form.rpartition(" ")[2] if form != "text" else "milliseconds"
+    per = {"seconds": 1e6, "milliseconds": 1e3, "microseconds": 1}[unit]
+    for path in sorted(tmp_path.glob("[rl]o*/*.parquet")):
+        frame = pd.read_parquet(path)
+        moments = frame["at"].astype("datetime64[us]").astype("int64") / per
+        if form == "text":
+            frame.assign(at=moments.astype("int64")).to_csv(path.with_suffix(".csv"), index=False)
+            path.unlink()
+        else:
+            frame.assign(at=moments if form.startswith("frac") else moments.astype("int64")).to_parquet(path)
+    values = open_(day_unit=unit).config.model_dump(mode="json", exclude_unset=True)
+    values["source"] |= {"day_unit": unit, "path": f"{tmp_path}/rows/*"}
+    workspace = Workspace(load(values | {"home": f"{tmp_path}/other"}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DLRM_HOME")
+        ingest_days(workspace, None, force=False)
+        for table, frame in zip(("ads", "watched"), expected, strict=True):
+            times = (
+                frame["at"]
+                if form.startswith("frac") or unit == "microseconds"
+                else frame["at"].dt.floor({"seconds": "s", "milliseconds": "ms"}[unit])
+            )
+            found = stored(workspace, table)
+            assert found["at"].dt.tz_localize(None).tolist() == times.tolist()
+            assert found.drop(columns="at").astype(str).equals(frame[found.drop(columns="at").columns].astype(str))
+
+
+def test_a_log_becomes_days_sorted_by_key_and_time(
+    open_: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     workspace = open_(columns=["item"], rename={"item": "id"})
     lost = draw_events(2, 3, 7, junk="x").assign(user=pd.array([None, 4, 5], dtype="Int64"))
     lost.to_parquet(tmp_path / "log/2b.parquet")
     with pytest.raises(ConfigError, match=r"events\.watched\.columns.*'item'"):
         ingest_days(workspace, None, force=False)
     workspace = open_(columns=["item"])
-    with pytest.raises(DataError, match=r"events of 1 day\(s\), worst 2024-01-02: .*user is null"):
-        ingest_days(workspace, None, force=False)
-    workspace = Workspace(workspace.config.model_copy(update={"ingest": workspace.config.ingest.model_copy(
-        update={"max_quarantined_share": 0.1})}))  # fmt: skip
     done = ingest_days(workspace, None, force=False)["events"]["watched"]
-    assert (done["rows"], done["days_written"], done["quarantined"]) == (122, 3, {"user is null": 1})
+    assert (done["rows"], done["days_written"], done["quarantined"], done["left_out_rows"]) == (122, 3, {}, 1)
+    assert done["files"]["incomplete"][f"{tmp_path}/log/2b.parquet"]["left_out"] == 1
+    assert "1 of 123 events of the days to write have no user and are left out" in caplog.text
     parts = [pd.read_parquet(path) for path in sorted((tmp_path / "log").iterdir())]
     expected = pd.concat(parts).dropna(subset="user").assign(day=lambda rows: rows["at"].dt.date)
     expected = expected.sort_values(["day", "user", "at"], kind="stable")[["user", "at", "item", "day"]]
     found = stored(workspace)
     assert found.astype(str).values.tolist() == expected.astype(str).values.tolist()
-    assert len(stored(workspace, quarantine_name("watched"))) == 1
     again = ingest_days(workspace, None, force=False)
     assert (again["status"], again["events"]["watched"]["status"]) == ("skipped", "skipped")
 
