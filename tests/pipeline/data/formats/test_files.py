@@ -29,7 +29,7 @@ def test_no_files_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         find_files(["*.csv", "no.parquet"], tmp_path, "source.path")
     assert str(error.value) == (
-        "source.path: expected at least one file, got none at '*.csv, no.parquet'. "
+        f"source.path: expected at least one file, got none at '{tmp_path}/*.csv, {tmp_path}/no.parquet'. "
         "Correct the path, or put the data there."
     )
 
