@@ -47,7 +47,7 @@ class SourceDay:
         return self.rows - self.refused - self.left_out
 
 
-class FileRows(BaseModel, frozen=True):
+class FileAccount(BaseModel, frozen=True):
     """What became of the rows of a file: `rows` is the sum of the others."""
 
     rows: int
@@ -65,8 +65,8 @@ class Accounts(BaseModel, frozen=True):
     """What became of the rows of all files of an ingest."""
 
     count: int
-    total: FileRows
-    incomplete: Mapping[str, FileRows]
+    total: FileAccount
+    incomplete: Mapping[str, FileAccount]
     """File -> its rows, of files whose rows were not all good: those with the most such rows, MOST_FILES at most."""
     unlisted: int
     """Further files of that kind."""
@@ -96,8 +96,8 @@ def account(
     worst = sorted((file for file in found if lost[file]), key=lambda file: (-lost[file], names[file]))
     return Accounts(
         count=len(found),
-        total=FileRows(**sum(found.values(), Counter({"rows": 0}))),
-        incomplete={names[file]: FileRows(**found[file]) for file in worst[:MOST_FILES]},
+        total=FileAccount(**sum(found.values(), Counter({"rows": 0}))),
+        incomplete={names[file]: FileAccount(**found[file]) for file in worst[:MOST_FILES]},
         unlisted=max(0, len(worst) - MOST_FILES),
     )
 

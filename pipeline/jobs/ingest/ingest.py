@@ -10,7 +10,7 @@ from pipeline.config.files import ROOT
 from pipeline.errors import DataError
 from pipeline.extraction.adopt import adopt
 from pipeline.extraction.config import LabelColumns
-from pipeline.extraction.days import FileRows
+from pipeline.extraction.days import FileAccount
 from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
 from pipeline.extraction.extract import IngestResult, extract
@@ -208,7 +208,7 @@ def _log_files(workspace: Workspace, name: str, result: IngestResult) -> None:
         log.warning("%s more files have rows that were quarantined or left out", result.files.unlisted)
 
 
-def _describe_rows(counts: FileRows) -> str:
+def _describe_rows(counts: FileAccount) -> str:
     found = [
         f"{count:,} {kind.replace('_', ' ')}" for kind, count in counts.model_dump(exclude={"rows"}).items() if count
     ]
