@@ -18,8 +18,9 @@ class PreprocessingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_
     transport: Literal["auto", "memory", "network"] = "auto"
     """How batches get from workers to ranks. `memory`: in shared memory of this machine. `network`: each worker keeps
     what it has made and serves it over Arrow Flight. auto: memory, unless workers or ranks run on a Ray cluster."""
-    connections: PositiveInt = 8
-    """Workers that a rank is connected to at a time, with `network`."""
+    connections: PositiveInt = 32
+    """Workers that make batches, with `network`: a rank is connected to these, and stays so. Further workers read rows
+    for them, which then travel once more."""
     host: str | None = None
     """This machine's address for workers and ranks of other machines, with `network`. None: the one from which the
     Ray cluster is reached, and without a cluster 127.0.0.1."""

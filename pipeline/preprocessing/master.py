@@ -141,8 +141,7 @@ class Master:
             if request.data not in self.fragments:
                 self.fragments[request.data] = Worker(self.data[request.data]).fragments()
             config, fragments, rows = self.config, self.fragments[request.data], self.data[request.data].rows
-            share = config.memory // len(self.data)
-            most = self.pool.autoscaler.most
+            share, most = config.memory // len(self.data), self.pool.autoscaler.most
             ahead = 2 * max(request.window_rows or 0, most * config.split_rows)
             if self.executor.keeps_results:  # each worker works on a block of its own
                 ahead = (most + 1) * max(request.window_rows or 0, config.split_rows)
@@ -325,7 +324,8 @@ class Master:
         spare = self.pool.spare() if keeps else []
         passed = []
         while (worker := self.pool.next_idle()) is not None:
-            asking = worker.number if keeps else None, worker in spare
+            maker = self.pool.maker_of(worker.number) if keeps else None
+            asking = maker, worker in spare, maker in (None, worker.number)
             items = (stream.next_item(*asking) for stream in reversed(self.streams))  # ranks wait for the last one
             item = next(filter(None, items), None) or self.pool.straggler()
             if item is not None:

@@ -62,6 +62,9 @@ class WorkerPool:
     Raises:
         ConfigError: If the cluster does not have processors for so many workers.
     Attributes:
+        makers: Workers that make batches, where results stay with workers: at most `connections`, the same until one of
+            them ends, so that ranks stay connected to few. The others read splits for one of them each. Partitioned
+            round-robin of DPP (Zhao et al. 2022, arXiv:2108.09373).
         period: What happened since the number of workers was last decided.
     """
 
@@ -84,6 +87,7 @@ class WorkerPool:
         self.scales = config.workers == "auto" and not inline
         self.room, self.room_known = self.autoscaler.most, clock()
         self.workers: dict[int, PoolWorker] = {}
+        self.makers: list[int] = []
         self.resting: list[int] = []  # a heap of workers that became idle; some may be gone
         self.heard_since = clock()  # no worker was silent for longer
         self.started = 0
@@ -118,13 +122,16 @@ class WorkerPool:
             self.workers[self.started] = PoolWorker(self.started, now)
 
     def spare(self) -> list[PoolWorker]:
-        """Returns the workers that are too many: idle ones, or the newest if they have to hand out results first."""
+        """Returns the workers that are too many: idle ones, or the newest if they have to hand out results first.
+
+        Of these, makers come last, because others read for them.
+        """
         excess = len(self.workers) - self.wanted
         if excess <= 0:
             return []
         workers = list(self.workers.values())
         if self.executor.keeps_results:
-            workers.reverse()
+            workers.sort(key=lambda worker: (worker.number in self.makers, -worker.number))
         else:
             workers = [worker for worker in workers if worker.idle]
         return workers[:excess]
@@ -132,14 +139,24 @@ class WorkerPool:
     def note_start(self, worker: PoolWorker, event: WorkerStarted) -> None:
         """Notes that a worker is ready."""
         worker.pid, worker.ready, worker.location = event.pid, True, event.location
+        if len(self.makers) < self.config.connections:
+            self.makers.append(worker.number)
         self.rest(worker)
         self._note_pids()
 
     def end(self, number: int) -> None:
-        """Ends a worker."""
+        """Ends a worker. If it made batches, the first that only reads takes its place."""
         del self.workers[number]
+        if number in self.makers:
+            readers = [one.number for one in self.workers.values() if one.ready and one.number not in self.makers]
+            place = self.makers.index(number)
+            self.makers[place : place + 1] = sorted(readers)[:1]
         self.executor.kill(number)
         self._note_pids()
+
+    def maker_of(self, number: int) -> int:
+        """Returns the worker that makes batches of what this one reads: itself, if it is a maker."""
+        return number if number in self.makers else self.makers[number % len(self.makers)]
 
     def end_all(self) -> None:
         """Ends all workers."""

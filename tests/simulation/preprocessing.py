@@ -77,7 +77,7 @@ class Run:
             workers=draw.choice(["auto", 1, 2, 3]), max_workers=4, split_rows=draw.choice([1, 15, 50]),
             memory_bytes=1 << 20, attempts=draw.choice([1, 2, 3]), lease_seconds=30.0,
             on_corrupt=draw.choice(["fail", "quarantine"]), restart_limit=draw.choice([2, 16, 10**6]),
-            transport="memory" if seed % 3 else "network",
+            transport="memory" if seed % 3 else "network", connections=1 + seed % 4,
         ).model_copy(update={"memory_bytes": 1 + total * draw.choice([4, 12, 24]) if tight else 1 << 20})  # fmt: skip
         share = draw.choice([1.0, 1.0, 0.5])
         often = {"the whole run is killed": draw.choice([0, 1, 3])}

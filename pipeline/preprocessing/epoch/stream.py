@@ -97,32 +97,34 @@ class Stream:
 
     # -- work ---------------------------------------------------------------------------------------------------
 
-    def next_item(self, worker: int | None = None, spare: bool = False) -> WorkItem | None:
+    def next_item(self, maker: int | None = None, spare: bool = False, makes: bool = True) -> WorkItem | None:
         """Returns work for an idle worker, or None if something else has to happen first.
 
         Args:
-            worker: Its number, if results stay with workers. It gets splits and batches of the same blocks, because
-                other workers would have to fetch the rows from it.
+            maker: Number of the worker that makes its rows into batches, if results stay with workers. It gets splits
+                and batches of the same blocks, because other workers would have to fetch the rows from it.
             spare: Whether it is to end soon, and gets no splits.
+            makes: Whether it may make batches: whether it is the maker itself.
         """
-        item = next((item for item in self.retries if item.is_ready), None)
+        ready = (item for item in self.retries if item.is_ready)
+        item = next((item for item in ready if makes or isinstance(item.target, BlockPart)), None)
         if item is not None:
             self.retries.remove(item)
         else:
-            item = self._new_item(worker, spare)
+            item = self._new_item(maker, spare, makes)
             if item is None:
                 return None
             self.budget.expect(item.expected_bytes)
         self.running.add(item)
         return item
 
-    def _new_item(self, worker: int | None, spare: bool) -> WorkItem | None:
-        group = self.groups.next_group(worker)
+    def _new_item(self, maker: int | None, spare: bool, makes: bool) -> WorkItem | None:
+        group = self.groups.next_group(maker) if makes else None
         if group is not None:
             return WorkItem(self, group.describe(self.request), group, group.expected_bytes)
         if spare:
             return None
-        part = self.reader.next_part(worker)
+        part = self.reader.next_part(maker)
         self._cut_complete()  # a block that was opened may have no row groups left
         return None if part is None else WorkItem(self, part.split, part, self.budget.split_bytes(part.split.rows))
 
