@@ -14,6 +14,7 @@ from pydantic import PositiveInt
 from flows.recurring import recurring
 from flows.runtime.flow import flow, open_workspace
 from pipeline.config import RunConfig, load
+from pipeline.errors import keep_if_failed
 from pipeline.jobs.ingest.ingest import ingest_event_tables
 from pipeline.jobs.recurring.backfill import (
     describe_backfill,
@@ -60,9 +61,11 @@ def backfill(
     result: dict[str, Any] = {"status": "skipped", "start": f"{days[0]}", "end": f"{days[-1]}", "days": len(days)}
     if work != "train":
         result["events"] = ingest_event_tables(workspace, force=False)
-        result |= write_days_side_by_side(workspace, days, side_by_side, force)
+        with keep_if_failed(events=result["events"]):
+            result |= write_days_side_by_side(workspace, days, side_by_side, force)
     if work != "ingest":
-        result |= train_in_order(workspace, overrides, list_days_after_first_model(workspace.config.split, days))
+        with keep_if_failed(**result):
+            result |= train_in_order(workspace, overrides, list_days_after_first_model(workspace.config.split, days))
     done = sum(result.get(key, 0) for key in ("days_written", "days_trained", "days_judged"))
     workspace.console.log.info("%s", describe_backfill(result))
     return result | {"status": "ok" if done else "skipped"}
@@ -75,7 +78,7 @@ def train_in_order(
     counts = {"days_trained": 0, "days_judged": 0, "trainings_skipped": 0}
     series: list[dict[str, Any]] = []
     verdicts: list[dict[str, Any]] = []
-    with workspace.console.progress("days") as progress:
+    with keep_if_failed(verdicts=verdicts), workspace.console.progress("days") as progress:
         for number, day in enumerate(days, 1):
             try:
                 result = recurring(

@@ -12,6 +12,7 @@ from flows.ingest import ingest
 from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
+from pipeline.errors import keep_if_failed
 from pipeline.jobs.ingest.ingest import require_one_config
 from pipeline.jobs.outcome import show_outcome
 
@@ -34,7 +35,8 @@ def end_to_end(
     """
     settings = load(config, overrides)
     days = ingest(settings, overrides)  # they name the runs inside this one
-    require_one_config(days)
-    model = train(settings, overrides, snapshot_id=days["snapshot_id"], force=force)
+    with keep_if_failed(ingest=days):
+        require_one_config(days)
+        model = train(settings, overrides, snapshot_id=days["snapshot_id"], force=force)
     show_outcome(open_workspace(settings), model)
     return model | {"held": days["held"], "ingest": days}

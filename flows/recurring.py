@@ -13,7 +13,7 @@ from flows.ingest import ingest
 from flows.runtime.flow import flow, open_workspace
 from flows.train import train
 from pipeline.config import RunConfig, load
-from pipeline.errors import EmptyDatasetError
+from pipeline.errors import EmptyDatasetError, keep_if_failed
 from pipeline.jobs.ingest.ingest import require_one_config
 from pipeline.jobs.recurring.day import has_champion, require_hash_split
 from pipeline.jobs.recurring.run import train_day, train_new_days
@@ -57,13 +57,14 @@ def recurring(
         ingested = ingest(workspace.config, overrides)
     elif from_source and day is not None:
         ingested = ingest_day(workspace, overrides, day)
-    if not champion:
-        require_one_config(ingested)
-        train(workspace.config, overrides)
     held = {"held": ingested.get("held", []), "events": ingested.get("events", {})}
-    if day is not None:
-        return train_day(workspace, day, scratch, force) | held
-    result = train_new_days(workspace, scratch, force) | held
+    with keep_if_failed(**held):
+        if not champion:
+            require_one_config(ingested)
+            train(workspace.config, overrides)
+        if day is not None:
+            return train_day(workspace, day, scratch, force) | held
+        result = train_new_days(workspace, scratch, force) | held
     with workspace.best_effort("removing what retention does not keep"):
         clean(workspace, dry_run=False)
     return result

@@ -1,5 +1,7 @@
 """The errors that stages raise."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from storage.errors import (
@@ -28,6 +30,7 @@ __all__ = [
     "TrainingError",
     "closest_names",
     "from_wire",
+    "keep_if_failed",
     "to_wire",
 ]
 
@@ -62,6 +65,28 @@ class TrackingError(ContractError):
 
 class AccessError(TrackingError):
     """MLflow's server, or a proxy before it, refuses access."""
+
+
+@contextmanager
+def keep_if_failed(**result: Any) -> Iterator[None]:
+    """Gives an error that ends the block what was finished before it, as `finished`, so that people are told of both.
+
+    Args:
+        result: As a command's result. Lists may grow within the block.
+
+    Example:
+        >>> try:
+        ...     with keep_if_failed(held=["2025-01-01"]):
+        ...         raise ValueError
+        ... except ValueError as error:
+        ...     error.finished
+        [{'status': 'failed', 'held': ['2025-01-01']}]
+    """
+    try:
+        yield
+    except Exception as error:
+        vars(error).setdefault("finished", []).append({"status": "failed"} | result)
+        raise
 
 
 _CLASSES: dict[str, type[ContractError]] = {

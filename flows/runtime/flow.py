@@ -39,10 +39,15 @@ def flow(name: str, read: Callable[..., RunConfig] = load) -> Callable[[Callable
         return lambda function: function
     from flows.runtime.console import PrivateFlow
 
-    return lambda function: PrivateFlow(notify_at_end(name, try_again(function), read), name=name)
+    def tell(given: Mapping[str, Any], error: Exception) -> None:
+        notify_finished(name, given, error, read)
+
+    return lambda function: PrivateFlow(notify_at_end(name, try_again(function, tell), read), name=name)
 
 
-def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
+def try_again(
+    function: Callable[..., Any], tell: Callable[[Mapping[str, Any], Exception], None] = lambda given, error: None
+) -> Callable[..., Any]:
     """Makes a deployed run repeat its work after a transient failure. Finished work is skipped.
 
     Nobody watches a deployed run. A command shows the failure at once, and its user decides. A run with `force=true` is
@@ -62,6 +67,7 @@ def try_again(function: Callable[..., Any]) -> Callable[..., Any]:
                 from flows.runtime.console import PrefectConsole
 
                 PrefectConsole().log.warning("%s The run tries again in %.0f s.", one_line(error), wait)
+                tell(signature.bind(*args, **kwargs).arguments, error)  # the next attempt skips what is finished
             time.sleep(wait)
         return function(*args, **kwargs)
 
@@ -99,7 +105,7 @@ def notify_at_end(name: str, function: Callable[..., Any], read: Callable[..., R
 def notify_failure(
     name: str, given: Mapping[str, Any], error: Exception, read: Callable[..., RunConfig] = load
 ) -> None:
-    """Sends the notification of a failed run."""
+    """Sends the notification of a failed run, and those of what it finished before."""
     config = given.get("config", "")
     with suppress(ConfigError):  # a home of that name cannot be
         home = config.home_path if isinstance(config, RunConfig) else home_path(".dlrm")
@@ -110,6 +116,13 @@ def notify_failure(
             shown = given_path(config.name)
         text = str(error) if isinstance(error, ContractError) else one_line(error)
         Notifier(home, logging.getLogger("dlrm").warning).send([describe_failure(name, shown, complete(hide(text)))])
+    notify_finished(name, given, error, read)
+
+
+def notify_finished(name: str, given: Mapping[str, Any], error: Exception, read: Callable[..., RunConfig]) -> None:
+    """Sends notifications of what a run finished before an error; see `keep_if_failed`."""
+    for result in getattr(error, "finished", ()):
+        notify_result(name, given, result, read)
 
 
 def notify_result(name: str, given: Mapping[str, Any], result: Any, read: Callable[..., RunConfig] = load) -> None:

@@ -13,7 +13,7 @@ from pipeline.data.formats.checksums import verify_pages
 from pipeline.data.formats.files import address_of
 from pipeline.data.joined.states import note_states
 from pipeline.data.present import newest_day
-from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError, keep_if_failed
 from pipeline.extraction.absolute import KEYS_MATCHED, Broken, count_matched, find_few, open_sources
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns
 from pipeline.extraction.config import IngestConfig, Rule, Verdict
@@ -196,13 +196,15 @@ def extract(
         passed = [day for day in plan.due if day.day not in checked.held_back]
         broken = [day for day in plan.due if day.day in checked.held_back]
         _move_held_back(ingest, plan, broken)
-        if not passed and not context.warehouse.has_table(context.table):
-            raise _no_table_error(context, plan.wanted, [*broken, *plan.held_back])
-        _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
-        _write_days(ingest, passed, profiled)
-        remember(context)
-        expired = _expire_days(context, plan.first)
-        materialized = _materialize_days(ingest, plan, passed)
+        held = [f"{day.day}" for day in [*broken, *plan.held_back]]
+        with keep_if_failed(events={context.table: {"held": held}}):
+            if not passed and not context.warehouse.has_table(context.table):
+                raise _no_table_error(context, plan.wanted, [*broken, *plan.held_back])
+            _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
+            _write_days(ingest, passed, profiled)
+            remember(context)
+            expired = _expire_days(context, plan.first)
+            materialized = _materialize_days(ingest, plan, passed)
         result = _result(ingest, plan, passed, broken, checked)
         return result.model_copy(update={"materialized": materialized, "days_expired": tuple(expired)})
 

@@ -108,7 +108,7 @@ def _list_held(config: str, result: Mapping[str, Any]) -> Iterator[Message]:
     tables = {config: result.get("held") or ingested.get("held") or []}
     tables |= {table: one.get("held") or [] for table, one in (ingested.get("events") or {}).items()}
     for table, days in tables.items():
-        for day in days:
+        for day in sorted(days):
             yield Message(
                 kind="held", cause=f"{table} {day}", subject=f"{config}: day {day} of table {table} is held back",
                 text="It broke a rule of the ingest checks. The table keeps its version of it.\n\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.catalog.events import Event, append_event, newest_events, read_events
 from pipeline.config.files import ROOT
-from pipeline.errors import DataError
+from pipeline.errors import DataError, keep_if_failed
 from pipeline.extraction.adopt import adopt
 from pipeline.extraction.config import LabelColumns
 from pipeline.extraction.days import FileAccount
@@ -114,7 +114,8 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
     refuse_leaks(workspace)
     noted = newest_noted_day(workspace)
     events = ingest_event_tables(workspace, force and day is None)
-    result = ingest(workspace, () if day is None else (day,), force)
+    with keep_if_failed(events=events):
+        result = ingest(workspace, () if day is None else (day,), force)
     if result.materialized is not None:
         declare_columns(workspace, result.materialized.columns)
     log_ingest(workspace, workspace.config.name, result, workspace.config.source.table)
@@ -126,11 +127,12 @@ def ingest_days(workspace: Workspace, day: datetime.date | None, force: bool) ->
 
 def ingest_event_tables(workspace: Workspace, force: bool) -> dict[str, Any]:
     """Writes new and changed days of all event tables. Returns table -> what was done, as `ingest_days`."""
-    found = {}
-    for table in workspace.config.events:
-        result = ingest_events(workspace, table, force)
-        log_ingest(workspace, table, result, None)
-        found[table] = summarize_ingest(workspace, table, result)
+    found: dict[str, Any] = {}
+    with keep_if_failed(events=found):
+        for table in workspace.config.events:
+            result = ingest_events(workspace, table, force)
+            log_ingest(workspace, table, result, None)
+            found[table] = summarize_ingest(workspace, table, result)
     return found
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 from pipeline.data.config import SplitConfig
-from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.errors import ConfigError, EmptyDatasetError, keep_if_failed
 from pipeline.extraction.extract import IngestResult
 from pipeline.extraction.opening import source_days
 from pipeline.jobs.console import step
@@ -48,7 +48,11 @@ def write_days_side_by_side(
     portions = [tuple(days[first : first + size]) for first in range(0, len(days), size)]
     totals: dict[str, Any] = {"days_written": 0, "days_skipped": 0, "days_held": 0, "rows": 0, "quarantined_rows": 0}
     held: set[datetime.date] = set()
-    with workspace.lock(workspace.ingest_lock), workspace.console.progress("days") as progress:
+    with (
+        keep_if_failed(held=held),
+        workspace.lock(workspace.ingest_lock),
+        workspace.console.progress("days") as progress,
+    ):
 
         def done(found: IngestResult) -> None:
             totals["days_written"] += len(found.days_written)
@@ -72,6 +76,8 @@ def write_days_side_by_side(
                     done(future.result())
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
+                ended = [one for one in running if not one.cancelled() and one.exception() is None]
+                held.update(day for one in ended for day in one.result().days_held)
                 raise
     if totals["days_held"]:
         workspace.console.log.warning("%s days broke a rule and are held back", totals["days_held"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlflow.entities import Run
 
-from pipeline.errors import EmptyDatasetError
+from pipeline.errors import EmptyDatasetError, keep_if_failed
 from pipeline.evaluation import plots
 from pipeline.evaluation.policy import Decision, decide
 from pipeline.evaluation.record import describe_numbers
@@ -85,13 +85,18 @@ def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str
     closed = [day for day in pending.closed if day not in untested]
     if not closed and not force:
         return describe_idle(workspace, pending)
-    *missed, last = closed or (pending.newest,)
-    days = [train_day(workspace, day, False, False) for day in missed]
-    days.append(train_day(workspace, last, scratch, force))
+    chosen = closed or [pending.newest]
+    days: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
+    with keep_if_failed(verdicts=verdicts):
+        for day in chosen:
+            last = day == chosen[-1]
+            days.append(train_day(workspace, day, scratch and last, force and last))
+            verdicts.append(shorten_day(days[-1]))
     return days[-1] | {
         "status": "ok" if pending.changed or any(one["status"] == "ok" for one in days) else "skipped",
         "days": [{"day": one["day"], "status": one["status"], "model": one["model"]} for one in days],
-        "verdicts": [shorten_day(one) for one in days],
+        "verdicts": verdicts,
     }
 
 

@@ -84,7 +84,9 @@ def deployed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
 def test_a_deployed_run_tries_again_what_may_pass(deployed: None, error: Exception) -> None:
     assert is_transient(error)
-    assert flow.try_again(failing([error] * 3))() == 4
+    told: list[Exception] = []
+    assert flow.try_again(failing([error] * 3), lambda given, error: told.append(error))() == 4
+    assert told == [error] * 3, "the next attempt skips what is finished, so it is told of now"
     with pytest.raises(type(error)):
         flow.try_again(failing([error] * 4))()
 

@@ -11,8 +11,10 @@ from pipeline.config import load
 from pipeline.data.config import HashSplit, SplitConfig
 from pipeline.data.day_notes import INGEST, DayNote, InputFiles
 from pipeline.data.present import today
+from pipeline.errors import keep_if_failed
 from pipeline.evaluation.policy import Policy, decide
-from pipeline.jobs.recurring import pending
+from pipeline.jobs.notify import list_messages
+from pipeline.jobs.recurring import pending, run
 from pipeline.jobs.recurring.day import Today, find_next_days, identity_of_day, pin_day
 from pipeline.jobs.recurring.pending import find_open, find_pending
 from pipeline.jobs.recurring.run import train_day, train_new_days
@@ -176,6 +178,27 @@ def test_a_run_that_leaves_changed_days_for_later_is_not_skipped(workspace: Work
     write(workspace, 2, rows=9)
     result = train_new_days(workspace, scratch=False, force=False)
     assert (result["status"], result["changed_days"], result["open_days"]) == ("ok", ["2025-01-02"], ["2025-01-04"])
+
+
+def test_days_before_one_that_fails_are_told(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As are days that were held back before the training, each once."""
+
+    def work(workspace: Workspace, day: datetime.date, scratch: bool, force: bool) -> dict[str, Any]:
+        if day == january(4):
+            raise TimeoutError("no answer")
+        gate = {"decision": "reject", "reason": "NE is higher."}
+        return {"status": "ok", "day": f"{day}", "model": {"name": "days", "version": day.day}, "gate": gate}
+
+    write(workspace, 1, 2, 3, 4, 5, 6)
+    promote(workspace, 1)
+    monkeypatch.setattr(run, "train_day", work)
+    with pytest.raises(TimeoutError) as caught, keep_if_failed(held=["2025-01-09"]):
+        train_new_days(workspace, scratch=False, force=False)
+    finished: Any = vars(caught.value)["finished"]
+    found = [one for result in finished for one in list_messages("recurring", "days", result, (0.8, 1.25))]
+    assert [(one.kind, one.cause) for one in found] == [
+        ("rejection", "days 2"), ("rejection", "days 3"), ("held", "days 2025-01-09"),
+    ]  # fmt: skip
 
 
 def test_a_named_day_that_was_written_again_is_not_skipped(
