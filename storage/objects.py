@@ -1,5 +1,6 @@
 """Files of object stores by their addresses, such as s3://bucket/logs/day=*/part-*.parquet."""
 
+import errno
 import itertools
 import os
 import re
@@ -34,6 +35,8 @@ CHECKSUMS = "AWS_REQUEST_CHECKSUM_CALCULATION"
 """Amazon's variable. Its library reads it for each client that it makes."""
 _RETRIES = "s3.retry-strategy-impl"
 """pyiceberg's property for what makes pyarrow's retry strategy."""
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+"""Errors of a disk of this host, which no store answers."""
 _ATTEMPTS = 10
 """Of a patient request: pyarrow waits for 1, 2, 4, 8, 16 and then 20 seconds at most, and for half of it on average."""
 _BOTO3_ATTEMPTS = 15
@@ -157,6 +160,7 @@ class ObjectFolder:
         copied: Called after each COPY_BYTES of a file that is copied.
     Raises:
         StorageError: Methods raise it if the store is not there, or refuses.
+        OSError: If a disk of this host is full or broken.
     """
 
     def __init__(self, address: str, properties: Mapping[str, str], copied: Callable[[], None] = lambda: None) -> None:
@@ -244,19 +248,24 @@ class ObjectFolder:
         with self._asking() as (store, root):
             here, there = (pa_fs.LocalFileSystem(), str(path)), (store, f"{root}/{name}")
             (source, start), (target, end) = (there, here) if down else (here, there)
-            with source.open_input_stream(start) as file, target.open_output_stream(end) as out:
-                while content := file.read(COPY_BYTES):
-                    out.write(content)
-                    self.copied()
+            try:
+                with source.open_input_stream(start) as file, target.open_output_stream(end) as out:
+                    while content := file.read(COPY_BYTES):
+                        out.write(content)
+                        self.copied()
+            except OSError as error:
+                if error.errno in _OF_DISKS:  # in the words of the system, which name the file
+                    raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+                raise
 
     @contextmanager
     def _asking(self) -> "Iterator[tuple[pa_fs.FileSystem, str]]":
         store: Any = _open_store(self.address, self.properties)
         try:
             yield store.fs, _path_in(self.address)
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError) or error.errno in _OF_DISKS:
+                raise
             raise _unreachable(f"address '{self.address}'", error) from error
 
 

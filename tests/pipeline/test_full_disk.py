@@ -5,9 +5,11 @@ The kernel limits the size of files, which gives the same error at the same plac
 
 import datetime
 import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import fs
+from torch.distributed.checkpoint.api import CheckpointException
 
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import extract
@@ -22,11 +26,14 @@ from pipeline.extraction.opening import SourceContext
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.journal import POINTS, Journal
 from pipeline.registration.tracking import Tracker
-from pipeline.training.state import checkpoint
+from pipeline.training.state import checkpoint, checkpoints
 from pipeline.training.state.checkpoint import CheckpointError
+from pipeline.training.state.checkpoints import StoredCheckpoints
 from pipeline.transforms.schema import FeatureSchema
+from storage import objects
 from storage.artifacts import sha256, write_json
 from storage.config import WarehouseConfig
+from storage.objects import ObjectFolder
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
 from tests.homes import read_rows
@@ -114,6 +121,33 @@ def test_a_checkpoint_on_a_full_disk_leaves_the_earlier_ones(tmp_path: Path, lac
     newest = checkpoint.find_latest(tmp_path)
     assert newest is not None
     assert newest.name == "step-0000000002"
+
+
+@pytest.mark.usefixtures("device")
+def test_a_full_disk_of_a_host_is_not_taken_for_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is sent, and while a file is copied from the store. Of two ranks, the error is of the full one."""
+    away = {"s3.endpoint": "http://127.0.0.1:9", "s3.connect-timeout": "1", "s3.region": "x"}
+    kept = StoredCheckpoints(tmp_path, ObjectFolder("s3://away/one", away))
+    tensors: dict[str, Any] = {"model/table": torch.ones(1_000, 64)}
+    where = f"checkpoint 'one' of rank 0 on host '{socket.gethostname()}': expected to be written to '{tmp_path}', got "
+    with full_beyond(50_000), pytest.raises(CheckpointError) as caught:
+        kept.save("one", tensors, {"steps": 1}, {})
+    assert str(caught.value).startswith(where), caught.value
+    assert str(caught.value).endswith("Free disk space there, or repair the folder. Earlier checkpoints are kept.")
+    local = fs.LocalFileSystem()
+    (tmp_path / "there").write_bytes(bytes(100_000))
+    monkeypatch.setattr(objects, "_open_store", lambda *given: SimpleNamespace(fs=local))
+    monkeypatch.setattr(objects, "_path_in", lambda address: f"{tmp_path}")
+    with full_beyond(50_000), pytest.raises(OSError, match=f"File too large: '{tmp_path}/here'"):
+        kept.store.fetch("there", tmp_path / "here")
+
+    def other_fails() -> None:
+        raise CheckpointException("", {1: (OSError(28, "No space left on device"), None)})  # type: ignore[dict-item]
+
+    theirs = CheckpointError("checkpoint 'one' of rank 1 on host 'b'", "to be written", "a full disk", "Free space.")
+    monkeypatch.setattr(checkpoints, "gather_objects", lambda own, group: [own, (None, theirs, True)])
+    with pytest.raises(CheckpointError, match="of rank 1 on host 'b'"):
+        kept._on_all_ranks("one", None, other_fails)
 
 
 def test_a_log_on_a_full_disk_ends_in_a_whole_line(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -165,25 +166,32 @@ class StoredCheckpoints(Checkpoints):
         self._on_all_ranks(name, group, publish)  # if the store fails now, the index may have changed: the files stay
 
     def _on_all_ranks(self, name: str, group: dist.ProcessGroup | None, do: Callable[[], Any]) -> list[Any]:
-        """Does something on every rank and returns the results by rank. If it fails on one, all raise its error."""
+        """Does something on every rank and returns the results by rank. If it fails on one, all raise its error.
+
+        DCP fails on all ranks if one fails. The error is that of the rank that failed, and names its host.
+        """
         done: Any = None
         failure: ContractError | None = None
+        guilty = True
         try:
             done = do()
         except TrainingError as error:
             failure = error
         except (OSError, StorageError, CheckpointException) as error:
+            guilty = not isinstance(error, CheckpointException) or dist.get_rank() in error.failures
             cause = error if isinstance(error, StorageError) else find_cause(error)
+            place, remedy = f"'{self.folder}'", "Free disk space there, or repair the folder."
+            if isinstance(error, StorageError):
+                place, remedy = self.store.address, "Check the store."
             failure = CheckpointError(
-                f"checkpoint '{name}' of rank {dist.get_rank()}", f"to be written to {self.store.address}",
-                f"{cause}".split("\n")[0].rstrip(".") or type(cause).__name__,
-                "Check the store. Earlier checkpoints are kept.",
+                f"checkpoint '{name}' of rank {dist.get_rank()} on host '{socket.gethostname()}'",
+                f"to be written to {place}", _first_line(cause), f"{remedy} Earlier checkpoints are kept.",
             )  # fmt: skip
-        parts = gather_objects((done, failure), group)
-        for _, raised in parts:
-            if raised is not None:
-                raise raised
-        return [result for result, _ in parts]
+        parts = gather_objects((done, failure, guilty), group)
+        raised = [one for one in parts if one[1] is not None]
+        if raised:
+            raise next((error for _, error, guilty in raised if guilty), raised[0][1])
+        return [result for result, _, _ in parts]
 
     def _publish(self, name: str, manifest: Manifest) -> None:
         """Adds a checkpoint whose files are there, then removes those of the one that it replaces."""
@@ -259,6 +267,11 @@ class StoredCheckpoints(Checkpoints):
                     self._fetch_file(name, f"{manifest.at}/{file}", inside(temporary, file), digest)
                 write_json(temporary / MANIFEST, dict(manifest.files))
                 seal_folder(temporary, folder)
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoint '{name}' on host '{socket.gethostname()}'", f"to be copied to '{self.folder}'",
+                    _first_line(error), "Free disk space there, or repair the folder.",
+                ) from None  # fmt: skip
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         return folder
@@ -354,6 +367,11 @@ class StoredCheckpoints(Checkpoints):
 def _steps(known: Mapping[str, Manifest]) -> list[str]:
     """Returns the names of the checkpoints of steps, oldest first."""
     return sorted(name for name in known if STEP.match(name))
+
+
+def _first_line(cause: BaseException) -> str:
+    text = f"{getattr(cause, 'strerror', None) or cause}"
+    return text.split("\n")[0].rstrip(".") or type(cause).__name__
 
 
 def _damaged(name: str, expected: str, actual: str) -> CheckpointError:
