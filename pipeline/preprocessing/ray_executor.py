@@ -2,7 +2,6 @@
 
 import os
 import queue
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -43,6 +42,7 @@ from pipeline.preprocessing.transport.addresses import NetworkSettings, is_loopb
 from pipeline.preprocessing.worker import Worker
 from pipeline.processes.build import Build, read_build, require_same
 from pipeline.processes.process import LOCAL_RAY, PACKAGES, kill_process, process_start
+from pipeline.processes.ray_cluster import join_cluster, set_ray_environment
 from pipeline.sealed import Letterbox, seal
 from storage.scratch import ScratchFolder
 
@@ -183,7 +183,7 @@ def _parse_answer(worker: int, answer: Mapping[str, Any], memory: Any) -> WorkDo
 
 
 VARIABLES = WORKER_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
-QUIET: Mapping[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+"""Environment of actors, which run on one thread each."""
 
 
 def count_room(needed: Mapping[str, float]) -> int:
@@ -192,24 +192,12 @@ def count_room(needed: Mapping[str, float]) -> int:
     return sum(int(min(node.get(name, 0.0) // amount for name, amount in needed.items())) for node in nodes)
 
 
-def join_cluster(address: str) -> None:
-    """Connects this process to a cluster, whose actors get our code and run on one thread each."""
-    _set_environment()
-    code = [str(PACKAGES / package) for package in ("pipeline", "storage", "models")]
-    ray.init(address=address, runtime_env={"env_vars": VARIABLES, "py_modules": code}, **QUIET)
-
-
-def _set_environment() -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # otherwise Ray stores one in the user's home
-
-
 def _connect(config: PreprocessingConfig, temporary: str) -> None:
     """Joins the configured cluster, or starts one on this machine for the lifetime of this process."""
     if config.ray_address is not None:
-        join_cluster(config.ray_address)
+        join_cluster(config.ray_address, VARIABLES)
         return
-    _set_environment()
+    set_ray_environment()
     ray.init(
         address="local",
         num_cpus=config.most_workers,
@@ -218,7 +206,8 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
         runtime_env={"env_vars": VARIABLES | {"PYTHONPATH": str(PACKAGES)}},
         _temp_dir=temporary,
         _system_config=dict(LOCAL_RAY),  # Ray writes into it
-        **QUIET,
+        log_to_driver=False,
+        logging_level="error",
     )
 
 

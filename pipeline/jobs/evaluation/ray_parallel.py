@@ -20,9 +20,10 @@ from pipeline.jobs.console import one_line
 from pipeline.jobs.evaluation.scorers import Comparison, PortionScorer, PortionSums
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.config import PreprocessingConfig
-from pipeline.preprocessing.ray_executor import count_room, join_cluster
+from pipeline.preprocessing.ray_executor import VARIABLES, count_room
 from pipeline.preprocessing.transport.addresses import find_cluster
 from pipeline.processes.build import Build, read_build, require_same
+from pipeline.processes.ray_cluster import join_cluster
 from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.versions import MODEL, PLAN, WEIGHTS
 from pipeline.sealed import Letterbox, seal
@@ -123,7 +124,7 @@ def _connection(address: str) -> Iterator[None]:
     try:
         with suppress(ValueError), socket.create_connection(find_cluster(address), CONNECT_SECONDS):
             pass
-        join_cluster(address)
+        join_cluster(address, VARIABLES)
     except (OSError, RuntimeError) as error:  # Ray's ConnectionError is an OSError
         raise ConfigError(
             f"evaluation on preprocessing.ray_address '{address}'", "a Ray cluster that answers", one_line(error),

@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import queue
-import secrets
 import shutil
 import threading
 import time
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import ConfigError, ContractError, TrainingError, from_wire, to_wire
 from pipeline.processes.process import LIBRARY_ENVIRONMENT, LOCAL_RAY, PACKAGES
+from pipeline.processes.ray_cluster import join_cluster, set_ray_environment
 from pipeline.training.launch.processes import (
     POLL_SECONDS,
     Event,
@@ -308,21 +308,18 @@ def _cluster(address: str | None, processors: int) -> Iterator[None]:
     """Connects to the cluster or starts a local one. Our workers end with the connection."""
     import ray
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))  # else Ray stores one in the user's home
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     variables = LIBRARY_ENVIRONMENT | {"PYTHONWARNINGS": "ignore"}
     temporary = ScratchFolder("dlrm-ray-")
     try:
         if address is not None:
-            code = [str(PACKAGES / package) for package in ("pipeline", "storage", "models")]
-            ray.init(address=address, runtime_env={"env_vars": variables, "py_modules": code}, **quiet)
+            join_cluster(address, variables)
         else:
+            set_ray_environment()
             variables |= {"PYTHONPATH": str(PACKAGES)}
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
                 runtime_env={"env_vars": variables}, _temp_dir=temporary.name, _node_ip_address="127.0.0.1",
-                _system_config=dict(LOCAL_RAY), **quiet,
+                _system_config=dict(LOCAL_RAY), log_to_driver=False, logging_level="error",
             )  # fmt: skip
         yield
     finally:
