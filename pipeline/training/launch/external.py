@@ -24,6 +24,10 @@ from pipeline.training.launch.processes import (
     run_ranks,
 )
 
+BEGIN_SECONDS = 86_400.0
+"""Ranks that someone else starts may wait in a queue of their cluster for this long."""
+REMIND_SECONDS = 600.0
+"""How often it is said that no rank has reported yet."""
 EVENTS = "events.jsonl"
 """File in the run's folder to which rank 0 appends its events. It is there while a training follows the ranks."""
 
@@ -48,7 +52,8 @@ def follow_ranks(
         hosts: How many, if the config says so. 1: the command is for one rank on each host.
     Raises:
         ContractError: The error that a rank raised.
-        TrainingError: If the ranks hang, or the deadline passed. Ranks that still run end at their next event.
+        TrainingError: If no rank begins within `BEGIN_SECONDS`, ranks hang, or the deadline passed. Ranks that still
+            run end at their next event.
     """
     once = replace(limits, restart_limit=0)
     group = partial(ExternalGroup, hosts=hosts)
@@ -77,7 +82,8 @@ class ExternalGroup(RankGroup):
 
     def watch_file(self, path: Path) -> Event:
         """Passes events to `on_event` until rank 0 reports a result."""
-        began, read = False, 0
+        began, read, since = False, 0, time.monotonic()
+        reminded = since
         while True:
             lines = _complete_lines(path, read)
             for line in lines:
@@ -88,7 +94,18 @@ class ExternalGroup(RankGroup):
                 raise read_error(error)
             began, read = began or bool(lines), read + sum(map(len, lines))
             if not began:  # a cluster may start them hours later
-                self.last_progress = time.monotonic()
+                self.last_progress = now = time.monotonic()
+                missing = (
+                    f"none in {(now - since) / 60:,.0f} minutes. One host without torchrun keeps all others waiting"
+                )
+                if now - since > BEGIN_SECONDS:
+                    raise TrainingError(
+                        "ranks that someone else starts", "an event of rank 0", missing,
+                        "See the logs of torchrun on each host. Then run the command again, and start all ranks anew.",
+                    )  # fmt: skip
+                if now - reminded > REMIND_SECONDS:
+                    self.on_event({"event": "warning", "text": f"events of ranks: {missing}"})
+                    reminded = now
             self.check_time()
             time.sleep(POLL_SECONDS)
 

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.errors import DataError, TrainingError, to_wire
 from pipeline.training.config import TrainConfig
+from pipeline.training.launch import external
 from pipeline.training.launch.external import EVENTS, append_events, follow_ranks
 from pipeline.training.launch.processes import Event, Limits
 
@@ -90,6 +91,19 @@ def test_ranks_that_have_not_begun_do_not_hang_and_others_do(tmp_path: Path) -> 
         follow(tmp_path, lambda emit: None, deadline_seconds=2, hang_seconds=1)
     with pytest.raises(TrainingError, match=r"training.hang_seconds=1,"):
         follow(tmp_path, lambda emit: emit({"event": "start"}), deadline_seconds=60, hang_seconds=1)
+
+
+def test_ranks_that_never_begin_are_told_of_and_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where torchrun of one host has ended: all others wait for it."""
+    monkeypatch.setattr(external, "REMIND_SECONDS", 0.1)
+    monkeypatch.setattr(external, "BEGIN_SECONDS", 1.0)
+    events: list[Event] = []
+    with pytest.raises(
+        TrainingError, match=r"an event of rank 0, got none in 0 minutes. One host without torchrun keeps"
+    ):
+        follow_ranks("module", TrainConfig(), tmp_path, 2, 1, Limits(), events.append, tmp_path)
+    assert [event["event"] for event in events[:3]] == ["awaited", "warning", "warning"]
+    assert not (tmp_path / EVENTS).exists()
 
 
 def test_ranks_end_when_the_training_that_follows_them_has_ended_or_a_newer_one_follows_others(tmp_path: Path) -> None:
