@@ -24,6 +24,7 @@ __all__ = [
     "DataError",
     "EmptyDatasetError",
     "InputError",
+    "NotFiniteError",
     "RegistryError",
     "StorageError",
     "TrackingError",
@@ -53,6 +54,10 @@ class InputError(ContractError):
 
 class TrainingError(ContractError):
     """Training cannot continue. The last complete checkpoint is kept."""
+
+
+class NotFiniteError(TrainingError):
+    """A loss or a weight is inf or nan."""
 
 
 class RegistryError(ContractError):
@@ -101,6 +106,7 @@ _CLASSES: dict[str, type[ContractError]] = {
         DataError,
         EmptyDatasetError,
         InputError,
+        NotFiniteError,
         RegistryError,
         StorageError,
         TrackingError,

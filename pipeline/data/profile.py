@@ -1,6 +1,7 @@
 """Statistics of a table's columns by day, measured with DuckDB and stored in a table of their own."""
 
 import datetime
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 PROFILE = "profile"
 """Suffix of a table of statistics."""
+FAR = 20.0
+"""Deviations from the mean from which a value is an outlier. One among n rows is at most sqrt(n) away."""
 BUCKETS = 16
 AT_A_TIME = 200
 """Sketches in memory, days times columns. More columns take several passes over the rows.
@@ -79,6 +82,23 @@ def profiles(warehouse: Warehouse, table: str, days: Collection[datetime.date] |
     parts = [reader.read(fragment) for fragment in reader.fragments(days)] if days is None or days else []
     whole = pa.concat_tables([SCHEMA.empty_table(), *(part.cast(SCHEMA) for part in parts)])
     return whole.sort_by([(DAY, "ascending"), ("column", "ascending")])
+
+
+def find_outlier(measured: pa.Table, columns: Collection[str]) -> tuple[str, datetime.date, float] | None:
+    """Returns column, day and value of the farthest outlier of some columns, measured in deviations of its day.
+
+    None: no value is `FAR` deviations or more from the mean of its day.
+
+    Args:
+        measured: As `profiles`.
+    """
+    found: list[tuple[float, str, datetime.date, float]] = []
+    for row in measured.select([DAY, "column", "mean", "deviation", "minimum", "maximum"]).to_pylist():
+        if row["column"] in columns and row["deviation"]:
+            for value in (row["minimum"], row["maximum"]):
+                far = abs(value - row["mean"]) / row["deviation"]
+                found += [(far, row["column"], row[DAY], value)] if far >= FAR or not math.isfinite(far) else []
+    return max(found, key=lambda one: (abs(one[3]), one[0]))[1:] if found else None
 
 
 def store(warehouse: Warehouse, table: str, measured: pa.Table, days: Mapping[datetime.date, str]) -> SnapshotRef:

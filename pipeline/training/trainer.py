@@ -11,7 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position
-from pipeline.errors import TrainingError
+from pipeline.errors import NotFiniteError, TrainingError
 from pipeline.training.asynchronous import SharedLearner, SharedStep
 from pipeline.training.config import TrainConfig
 from pipeline.training.graph import GraphStep, can_capture
@@ -196,7 +196,7 @@ class Trainer:
         self.times.await_device(self.device)
         window = self.step.take_sums()
         if not math.isfinite(window.loss):
-            raise TrainingError(f"loss at step {self.progress.steps}", "a finite number", f"{window.loss}", LOWER)
+            raise NotFiniteError(f"loss at step {self.progress.steps}", "a finite number", f"{window.loss}", LOWER)
         busy, waited, times = self.times.take()
         values: dict[str, float | None] = {"train_ne_window": window.ne, **times, **self.checkpointer.take_times()}
         if self.config.on_nonfinite == "skip":

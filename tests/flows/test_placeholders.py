@@ -46,7 +46,7 @@ def test_a_message_to_people_names_the_path(tmp_path, monkeypatch):
     notify_result("ingest", {"config": load(CONFIG)}, {"status": "ok", "held": ["2025-01-06"]})
     assert f"python -m flows.ingest {CONFIG} day=2025-01-06 force=true" in told.read_text()
     error = ValueError("no")
-    error.finished = [{"status": "failed", "held": ["2025-01-07"]}]
+    vars(error)["finished"] = [{"status": "failed", "held": ["2025-01-07"]}]
     notify_failure("train", {"config": load(CONFIG)}, error)
     assert f"python -m flows.train {CONFIG}\n" in told.read_text(), "not the name of the config"
     assert f"python -m flows.ingest {CONFIG} day=2025-01-07 force=true" in told.read_text(), "what was done before"

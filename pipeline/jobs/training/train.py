@@ -12,6 +12,8 @@ from uuid import uuid4
 from pydantic import BaseModel, TypeAdapter
 
 from pipeline.config.files import ROOT
+from pipeline.data.profile import find_outlier, profiles
+from pipeline.errors import NotFiniteError
 from pipeline.jobs.code_version import CODE, UNKNOWN, CodeVersion, note_code, noted_code, read_code
 from pipeline.jobs.console import format_rows, step
 from pipeline.jobs.reads import save_read
@@ -108,7 +110,8 @@ def train_ranks(
                 watch(event)
 
         log.info("starting %s ranks%s", config.training.world_size, "" if kernels_are_compiled() else COMPILING)
-        summary = _launch(workspace, spec, folder, service, on_event, watch)
+        with naming_outliers(workspace, job.data["train"]):
+            summary = _launch(workspace, spec, folder, service, on_event, watch)
     if (note := describe_end(config.training, summary)) is not None:
         log.warning("%s", note)
     totals = None if service is None else service.totals
@@ -203,6 +206,26 @@ def plan_tables(spec: RankSpec) -> ShardingPlan:
     threads = resolve_threads(spec.training.threads_per_rank, spec.training.world_size)
     answer = run_alone("pipeline.jobs.training.rank.main", "plan", spec, Path(spec.folder), threads, ROOT)
     return TypeAdapter(ShardingPlan).validate_python(answer["placement"])
+
+
+@contextmanager
+def naming_outliers(workspace: Workspace, data: DataSpec) -> Iterator[None]:
+    """Names the farthest outlier of the dense columns, if there is one, in the error of numbers that are not finite."""
+    try:
+        yield
+    except NotFiniteError as error:
+        found = None
+        clamped = {name for op in data.plan.ops if op.kind == "clamp" for name in data.plan.columns_of_op(op)}
+        columns = {name for one in data.plan.dense for name in data.plan.columns_of(one)} - clamped
+        with workspace.best_effort("the statistics of the dense columns"):
+            found = find_outlier(profiles(workspace.warehouse, data.snapshot.table, data.selection.days), columns)
+        if found is None:
+            raise
+        column, day, value = found
+        raise NotFiniteError(
+            error.where, error.expected, f"{error.actual}; column '{column}' holds {value:g} on {day}",
+            f"Clamp '{column}' (kind: clamp), or mend the rows of {day}; the last good checkpoint is kept.",
+        ) from None  # fmt: skip
 
 
 def _launch(

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from pipeline.errors import ContractError, TrainingError
+from pipeline.errors import ContractError, NotFiniteError
 from storage.artifacts import inside, seal_folder, sha256, write_json
 from storage.errors import StorageError, is_shortage, machine_lacks
 
@@ -157,7 +157,7 @@ def require_finite(tensors: Mapping[str, Any], where: str, group: dist.ProcessGr
     bad = next((name for name in sorted(tensors) if not _finite(tensors[name])), None)
     found = [name for name in gather_objects(bad, group) if name is not None]
     if found:
-        raise TrainingError(f"{where}, '{min(found)}'", "finite numbers", "inf or nan", LOWER)
+        raise NotFiniteError(f"{where}, '{min(found)}'", "finite numbers", "inf or nan", LOWER)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.data.batch import Batch
 from pipeline.data.position import LostRows, Position
-from pipeline.errors import TrainingError
+from pipeline.errors import NotFiniteError, TrainingError
 from pipeline.training.state import checkpoint
 from pipeline.training.state.checkpoint import LOWER
 
@@ -123,7 +123,7 @@ class TrainingProgress(BaseModel, frozen=True):
         if not skipped:
             return self.model_copy(update={"skipped_in_a_row": 0}) if self.skipped_in_a_row else self
         if self.skipped_in_a_row + 1 == SKIPPED_IN_A_ROW:
-            raise TrainingError(
+            raise NotFiniteError(
                 f"loss at step {self.steps + 1}", "a finite number", f"none in {SKIPPED_IN_A_ROW} batches in a row",
                 LOWER,
             )  # fmt: skip
@@ -144,7 +144,7 @@ class TrainingProgress(BaseModel, frozen=True):
         """
         ne = sums.ne
         if not math.isfinite(sums.loss):
-            raise TrainingError(f"validation loss at step {self.steps}", "a finite number", f"{sums.loss}", LOWER)
+            raise NotFiniteError(f"validation loss at step {self.steps}", "a finite number", f"{sums.loss}", LOWER)
         if ne is None:
             raise TrainingError("validation rows", "both labels", "only one", "Choose other validation rows.")
         update: dict[str, Any] = {"validated_step": self.steps, "valid_ne": ne}

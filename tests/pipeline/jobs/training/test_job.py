@@ -10,10 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import load
-from pipeline.errors import ConfigError
+from pipeline.data.profile import SCHEMA, profiles, store
+from pipeline.errors import ConfigError, NotFiniteError, from_wire, to_wire
 from pipeline.jobs.ingest.ingest import ingest
 from pipeline.jobs.training.job import PLANS, resolve_dataset, resolve_job
-from pipeline.jobs.training.train import describe_end
+from pipeline.jobs.training.train import describe_end, naming_outliers
 from pipeline.jobs.workspace import Workspace
 from pipeline.training.config import TrainConfig
 from storage.errors import StorageError
@@ -145,3 +146,29 @@ def test_a_training_that_ended_while_it_got_better_says_so(keys: dict[str, int],
     if note is not None:
         assert note.startswith("valid NE was still improving at the last step, 900: 0.8123. Raise training.epochs")
     assert describe_end(TrainConfig(**keys), {"steps": 900, "best_step": 900, "valid_ne": None}) is None
+
+
+def test_a_loss_that_is_not_finite_names_the_farthest_outlier(home: Path) -> None:
+    """As the statistics of the ingest know it, if the model reads it as it is."""
+    workspace = open_smoke(SMALL)
+    data = resolve_dataset(workspace, None)[1]["train"]
+    dense = sorted(column for feature in data.plan.dense for column in data.plan.columns_of(feature))
+    error = from_wire(to_wire(NotFiniteError("loss at step 5", "a finite number", "nan", "Lower the rates.")))
+
+    def said() -> str:
+        with pytest.raises(NotFiniteError) as caught, naming_outliers(workspace, data):
+            raise error
+        return str(caught.value)
+
+    assert said() == f"{error}", "ordinary values are not blamed"
+    day = data.selection.days[0]
+    known = profiles(workspace.warehouse, workspace.config.name, [day]).to_pylist()
+    for row in known:
+        row["rows"] = 10_000
+        if row["column"] in (dense[0], "label"):
+            row |= {"mean": 1e26, "deviation": 1e28, "minimum": 0.0, "maximum": 1e30}
+    store(workspace.warehouse, workspace.config.name, pa.Table.from_pylist(known, SCHEMA), {day: "outlier"})
+    assert said() == (
+        f"loss at step 5: expected a finite number, got nan; column '{dense[0]}' holds 1e+30 on {day}. "
+        f"Clamp '{dense[0]}' (kind: clamp), or mend the rows of {day}; the last good checkpoint is kept."
+    )
