@@ -55,7 +55,8 @@ def database_lock(
             yield
         finally:
             try:
-                connection.execute(text(GIVE_BACK), given)
+                reason = "" if connection.execute(text(GIVE_BACK), given).scalar() else "it was not held"
             except SQLAlchemyError as error:
                 reason = str(error).split("\n")[0]
+            if reason:
                 log.warning("the lock of the %s was lost, and another may have done the same work: %s", work, reason)

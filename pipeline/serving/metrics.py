@@ -70,6 +70,11 @@ class ServerMetrics:
         self.count = lru_cache(maxsize=512)(self._requests.labels)
         self.time = lru_cache(maxsize=64)(self._seconds.labels)
 
+    def count_log(self, written: int, dropped: int) -> None:
+        """Counts rows that the log wrote or could not take."""
+        self.logged.inc(written)
+        self.dropped.inc(dropped)
+
     def text(self) -> bytes:
         """Returns all metrics of all processes."""
         if self.folder is None:

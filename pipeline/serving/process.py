@@ -46,12 +46,7 @@ def run_process(
     sys.setswitchinterval(SWITCH_SECONDS)
     folder = os.environ.get(FOLDER)
     metrics = ServerMetrics(None if folder is None else Path(folder))
-
-    def count(written: int, dropped: int) -> None:
-        metrics.logged.inc(written)
-        metrics.dropped.inc(dropped)
-
-    rows = None if config.log is None else RowLog(config.log, config.log_bytes, count)
+    rows = None if config.log is None else RowLog(config.log, config.log_bytes, metrics.count_log)
     app = ScoringApp(config, name, metrics, rows)
     settings = uvicorn.Config(
         app, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None, log_level="warning",

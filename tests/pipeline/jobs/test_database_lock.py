@@ -103,10 +103,16 @@ def test_postgres_asks_within_a_minute_whether_the_machine_is_there(address: str
         assert cursor.fetchone() == (60,)
 
 
-@pytest.mark.nightly
-def test_a_lock_whose_connection_was_lost_is_said(address: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.slow
+def test_a_lost_lock_is_said(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With its connection, or without, as behind a pool of connections."""
     caplog.set_level(logging.WARNING, "dlrm")
-    engine = create_engine(address)
+    engine, opened = create_engine(address), list[Any]()
+    event.listen(engine, "connect", lambda connection, record: opened.append(connection))
+    with database_lock(engine, "ingest"):
+        opened[0].cursor().execute("select pg_advisory_unlock_all()")
+    assert "the lock of the ingest was lost, and another may have done the same work: it was not held" in caplog.text
+    caplog.clear()
     with database_lock(engine, "train"):
         with engine.connect() as connection:
             end = "select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory'"

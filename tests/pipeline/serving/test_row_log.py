@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.serving import row_log
 from pipeline.serving.config import ServedVersion
+from pipeline.serving.metrics import ServerMetrics
 from pipeline.serving.row_log import RowLog
 
 ROWS = pa.table({"age": [1.0, None], "tags": [[1, 2], None]})
@@ -20,10 +21,25 @@ def version(number: int) -> ServedVersion:
 
 
 class Counted:
-    written = dropped = 0
+    """The counters of a server, as its address for metrics shows them."""
+
+    def __init__(self) -> None:
+        self.metrics = ServerMetrics()
 
     def __call__(self, written: int, dropped: int) -> None:
-        self.written, self.dropped = self.written + written, self.dropped + dropped
+        self.metrics.count_log(written, dropped)
+
+    def read(self, name: str) -> int:
+        lines = self.metrics.text().decode().splitlines()
+        return int(next(float(line.split()[1]) for line in lines if line.startswith(f"{name}_total ")))
+
+    @property
+    def written(self) -> int:
+        return self.read("dlrm_logged_rows")
+
+    @property
+    def dropped(self) -> int:
+        return self.read("dlrm_log_dropped_rows")
 
 
 def test_rows_are_written_with_probability_time_and_version(tmp_path):

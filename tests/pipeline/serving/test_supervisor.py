@@ -44,7 +44,8 @@ for line in channel.makefile():
             (state / "stale").write_text(str(message["reason"]))
         continue
     hang = Path(message.get("folder", state / f"version-{message['number']}")) / f"hang-{message['do']}"
-    if hang.exists() and (answer["is"] != "prepared" or message["number"] > 1):
+    hangs = hang.exists() and hang.read_text() in ("always", "once", str(os.getpid()))
+    if hangs and (answer["is"] != "prepared" or message["number"] > 1):
         if hang.read_text() == "once":
             hang.unlink()
         if answer["is"] == "prepared":
@@ -118,6 +119,13 @@ def test_all_processes_change_together(running):
     assert running.serving() == ["1", "1"]
     running.supervisor.offer(running.version(2))
     until(lambda: running.serving() == ["2", "2"] and running.removed == [1])
+    slow, quick = (server.process.pid for server in running.supervisor.processes)
+    version = running.version(3)
+    (version.folder / "hang-prepare").write_text(f"{slow}")
+    running.supervisor.offer(version)
+    until(lambda: running.supervisor.change is not None and running.supervisor.change.waiting == {slow}, 20.0)
+    time.sleep(0.2)  # long enough for a swap that came too early
+    assert running.serving() == ["2", "2"], f"process {quick} waits for process {slow}"
 
 
 def test_a_version_that_cannot_be_loaded_is_not_served(running, caplog):
