@@ -1,5 +1,6 @@
 """A config suggested for a table or for files, and a training with that config unchanged."""
 
+import os
 import re
 from functools import partial
 
@@ -25,7 +26,7 @@ def test_a_draft_needs_a_source_and_nothing_else(tmp_path):
     with pytest.raises(ConfigError, match=r"suggest: expected a config with a source, or path=FILES, got neither"):
         given_source(load_draft({}), None, None, None)
     given = given_source(load_draft({}), "rows.csv", "clicked", "date")
-    assert (given.source.path, given.source.day_column, given.source.day) == ("rows.csv", "date", None)
+    assert (given.source.path, given.source.day_column, given.source.day) == (os.path.abspath("rows.csv"), "date", None)
     assert given.features.label == "clicked"
 
 

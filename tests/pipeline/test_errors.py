@@ -19,7 +19,9 @@ def test_an_error_of_ours_keeps_its_class_and_words(kind: type[ContractError]) -
 
 
 def test_every_class_is_exported() -> None:
-    assert {kind.__name__ for kind in CLASSES} | {"closest_names", "from_wire", "to_wire"} == set(errors.__all__)
+    assert {kind.__name__ for kind in CLASSES} | {"closest_names", "from_wire", "keep_if_failed", "to_wire"} == set(
+        errors.__all__
+    )
 
 
 def test_a_class_of_a_stage_arrives_as_its_nearest_base_class() -> None:

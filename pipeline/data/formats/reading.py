@@ -3,6 +3,7 @@
 Whoever reads files meets the same rows, nulls and types: for samples, outcomes, side tables, feature sources, events.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -311,9 +312,7 @@ def first_line(error: Exception) -> str:
         return "lines that end in several ways, such as \\r\\n and \\n"
     if "CSV Error" not in lines[0]:
         return lines[0].rstrip(". ")
-    fixes = next((number for number, line in enumerate(lines) if line.startswith("Possible fixes")), len(lines))
-    reason = next(
-        (line for line in reversed(lines[1:fixes]) if line), ""
-    )  # the line itself, which may be several, precedes it
+    told = itertools.takewhile(lambda line: not line.startswith("Possible "), lines[1:])
+    reason = next((line for line in reversed([*told]) if line), "")  # after the line itself, which may be several
     line = re.search(r"Line: \d+", lines[0])
     return f"{'an error' if line is None else line[0].lower().replace(':', '')}: {reason.rstrip('.')}"
