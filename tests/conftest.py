@@ -17,6 +17,7 @@ import torch.distributed as dist
 from filelock import FileLock
 
 from flows.runtime.environment import quiet_libraries, set_environment
+from pipeline.jobs.ingest import checks
 from pipeline.jobs.training.rank.group import start_group
 from pipeline.processes import forkserver
 from pipeline.training.config import TrainConfig
@@ -88,6 +89,15 @@ def one_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     with ExitStack() as stack:
         if request.node.get_closest_marker("cluster") is not None:
             stack.enter_context(FileLock(session_folder(tmp_path_factory) / "cluster.lock"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def few_figures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ingests of small tables draw no figure, which takes longer than all else. Those of their flow's tests do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path != ROOT / "tests" / "flows" / "test_ingest.py":
+            patch.setattr(checks, "_draw", lambda *_: None)
         yield
 
 

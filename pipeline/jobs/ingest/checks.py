@@ -23,7 +23,9 @@ def show_checks(workspace: Workspace, table: str, checked: CheckResult) -> None:
             "%s more findings are in %s", len(checked.findings) - MOST_LINES, report_folder(workspace, table, checked)
         )
     try:
-        _write(workspace, table, checked)
+        folder = report_folder(workspace, table, checked)
+        write_json(folder / "checks.json", checked.model_dump(mode="json"))
+        _draw(folder, table, checked)
         rows = [finding.model_dump() for finding in checked.findings[:MOST_ROWS]] or [{"findings": "none"}]
         about = f"Rules that new days of table {table} break: {len(checked.findings)} findings"
         workspace.console.show_table("checks", table, rows, about)
@@ -45,10 +47,8 @@ def report_folder(workspace: Workspace, table: str, checked: CheckResult) -> Pat
     return workspace.home / "reports" / f"ingest-{table}-{days[0]}-{days[-1]}"
 
 
-def _write(workspace: Workspace, table: str, checked: CheckResult) -> None:
+def _draw(folder: Path, table: str, checked: CheckResult) -> None:
     from pipeline.jobs.ingest.plots import day_figure  # imports matplotlib, which takes a third of a second
 
-    folder = report_folder(workspace, table, checked)
-    write_json(folder / "checks.json", checked.model_dump(mode="json"))
     with atomic_file(folder / "checks.png") as path:
         day_figure(f"New days of table {table}", checked).savefig(path, format="png")
