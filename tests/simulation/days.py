@@ -476,7 +476,10 @@ class Run:
 
     def workspace_quiet(self) -> Any:
         """Returns a tracker on which nothing dies."""
-        return SimpleNamespace(client=SimpleNamespace(get_registered_model=self.server._get_registered_model))
+        calls = {
+            name: getattr(self.server, f"_{name}") for name in ("get_registered_model", "get_model_version_by_alias")
+        }
+        return SimpleNamespace(client=SimpleNamespace(**calls))
 
 
 def write(table: pa.Table, path: Path) -> None:
