@@ -34,9 +34,10 @@ from tests.fuzz.writers import WRITERS, Table, can_write
 
 TABLES = 8
 """Tables of a case."""
+FLAGS = (("yes", "no"), ("T", "F"), ("t", "f"), ("true", "false"))
 ODD = (
     ("#1001", "# a", "//", "%x", ";", "|", "--", "!"), ("NA", "null", "NULL", "nan", "N/A", "None", "-", "\\N", "#N/A"),
-    ("yes", "no"), ("T", "F"), ("t", "f"), ("true", "false"), ("TRUE", "0"), ("0x1A", "26"), ("007", "7"),
+    *FLAGS, ("TRUE", "0"), ("0x1A", "26"), ("007", "7"),
     ("1.10", "1.1", "1.9"), ("+5", "5"), ("1e5", "100000"), ("12e4", "5e10"), ("1_000", "1000"), ("1,5", "2,5"),
     (" 5", "5 ", "5"), (".5", "5."), ("-0", "0.0", "0"), ("2024-1-5", "2024-01-05"), ("10:30", "10:30:00"),
     ("a,b", 'say "hi"', "two\nlines", "tab\there", "a;b"), ("ü€😀", "\\", "'", "é", "e\u0301"),
@@ -53,7 +54,8 @@ def _ids(random: Random) -> Make:
 
 
 def _texts(random: Random) -> Make:
-    chosen = [one for group in random.sample(ODD, random.choice([1, 1, 2, 3])) for one in group]
+    groups = random.sample(FLAGS, 1) if random.random() < 0.2 else random.sample(ODD, random.choice([1, 2, 3, 5]))
+    chosen = [one for group in groups for one in group]
     return lambda: random.choice(chosen)
 
 
@@ -125,7 +127,7 @@ def door(folder: Path) -> Iterator[Case]:
 
 def _play(random: Random, place: Path, warehouse: Warehouse, name: str) -> None:
     """Tables whose columns have one kind each: none may be refused."""
-    tables = [_make(random, place, f"{number}", [*KINDS, "id", "id"]) for number in range(TABLES)]
+    tables = [_make(random, place, f"{number}", [*KINDS, "id", "id", "text", "text"]) for number in range(TABLES)]
     written = Written(
         {name: kind for one in tables for name, kind in one.kinds.items()},
         {path: table for one in tables for path, table in one.files.items()},
@@ -161,6 +163,7 @@ def _make(
     chosen = {f"c{number}_{one}": random.choice(kinds) for one in range(random.randint(1, 4))}
     makers = {name: KINDS[kind](random) for name, kind in chosen.items() if kind not in ANEW}
     files: dict[Path, Table] = {}
+    mark = random.choice("rr#")
     one = (random.choice(forms), random.getrandbits(32)) if random.random() < 0.5 else None
     for part in range(random.randint(1, 3)):
         form, seed = one or (random.choice(forms), random.getrandbits(32))
@@ -174,7 +177,7 @@ def _make(
                 table[name] = values
         days = [f"2024-01-0{random.randint(1, 5)}" for _ in range(rows)]
         own = {
-            "row": [f"r{number}-{part}-{one}" for one in range(rows)],
+            "row": [f"{mark}{number}-{part}-{one}" for one in range(rows)],
             "day": days,
             "label": [one % 2 for one in range(rows)],
         }
@@ -204,9 +207,9 @@ def _damage(random: Random, path: Path) -> None:
         return
     pq.write_table(pq.read_table(path), path, compression="none", use_dictionary=False, write_page_checksum=True)
     metadata = pq.ParquetFile(path).metadata
-    last = metadata.row_group(0).column(metadata.schema.names.index("label"))
+    last = metadata.row_group(0).column(metadata.schema.names.index("row"))
     content = bytearray(path.read_bytes())
-    content[last.data_page_offset + last.total_compressed_size - 1] ^= 1 << random.randint(0, 7)
+    content[last.data_page_offset + last.total_compressed_size - 1] ^= 1 << random.randint(0, 2)  # another digit
     path.write_bytes(content)
 
 
