@@ -85,9 +85,9 @@ def profiles(warehouse: Warehouse, table: str, days: Collection[datetime.date] |
 
 
 def find_outlier(measured: pa.Table, columns: Collection[str]) -> tuple[str, datetime.date, float] | None:
-    """Returns column, day and value of the farthest outlier of some columns, measured in deviations of its day.
+    """Returns column, day and value of the largest outlier of some columns.
 
-    None: no value is `FAR` deviations or more from the mean of its day.
+    An outlier is `FAR` deviations or more from the mean of its day. None: there is none.
 
     Args:
         measured: As `profiles`.

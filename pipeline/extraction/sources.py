@@ -67,7 +67,8 @@ def create_view(
             rows = parse_times(rows, parsed, formats)
         refuse_like_names(f"columns of {where}", rows.columns)  # DuckDB would give one of them another name
         if unit is not None and counted:
-            rows = count_times(rows, counted, unit)
+            section = "source." if where.startswith("source.") else where.removesuffix("path")
+            rows = count_times(rows, counted, unit, f"{section}day_unit")
         rows.create_view(name)
 
 
@@ -226,9 +227,7 @@ def _check_side_table(
     lowered = {name.lower() for name in columns}
     taken = [name for name in own if name.lower() in lowered and name not in (*lookup.on, lookup.valid_from)]
     if taken:
-        raise ConfigError(
-            where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them."
-        )  # fmt: skip
+        raise ConfigError(where, "columns that the rows do not have", f"{', '.join(taken)} in both", "Rename them.")
     key = ", ".join(map(quote, [*lookup.on, *([] if lookup.valid_from is None else [lookup.valid_from])]))
     row = connection.sql(f"SELECT count(*), count(DISTINCT ({key})) FROM {view}").fetchall()[0]
     if row[0] != row[1]:

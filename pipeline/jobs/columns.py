@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-from pipeline.config.files import ROOT
-from pipeline.data.joined.source import FeatureSource, list_differing_clocks, pin_sources
+from pipeline.data.joined.source import FeatureSource, PinnedSource, list_differing_clocks
 from pipeline.jobs.console import Logger
 from pipeline.preprocessing.dataset import DataSpec
-from pipeline.transforms.joins import AnySource
 from storage.layout.columns import Footers
 from storage.reader import SnapshotRef
 from storage.warehouse import Warehouse
@@ -26,9 +24,8 @@ def warn_of_columns(spec: DataSpec, warehouse: Warehouse, logger: Logger) -> Non
         logger.warning("coverage 0%s on the training days: %s", some, ", ".join(search.columns))
 
 
-def warn_of_clocks(joined: Sequence[AnySource], snapshot: SnapshotRef, warehouse: Warehouse, logger: Logger) -> None:
+def warn_of_clocks(joined: Sequence[PinnedSource], snapshot: SnapshotRef, warehouse: Warehouse, logger: Logger) -> None:
     """Warns of feature sources whose times have a zone where those of the rows have none, or the other way round."""
-    timed = [source for source in joined if source.time is not None]
-    sources = [FeatureSource(pinned, warehouse) for pinned in pin_sources(timed, ROOT, warehouse)]
+    sources = [FeatureSource(pinned, warehouse) for pinned in joined if pinned.source.time is not None]
     for note in list_differing_clocks(sources, warehouse.schema(snapshot)):
         logger.warning(note)

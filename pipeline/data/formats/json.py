@@ -89,9 +89,8 @@ def _exact(connection: "duckdb.DuckDBPyConnection", raw: str, name: str, kind: s
     text = f"CAST({column} AS VARCHAR)"
     if kind.startswith("HUGEINT"):  # Parquet has no such type, and DuckDB writes fractions
         values = f"from_json({column}, '[\"HUGEINT\"]')" if kind.endswith("[]") else f"[TRY_CAST({text} AS HUGEINT)]"
-        least, most = connection.sql(f"SELECT min(list_min({values})), max(list_max({values})) FROM {raw}").fetchall()[
-            0
-        ]
+        bounds = f"SELECT min(list_min({values})), max(list_max({values})) FROM {raw}"
+        [(least, most)] = connection.sql(bounds).fetchall()
         if least < 0 or most >= 2**64:
             raise _not_ids(name, where, most, least)
         return f"CAST({values} AS UBIGINT[]){'' if kind.endswith('[]') else '[1]'}"

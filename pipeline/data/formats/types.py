@@ -290,9 +290,7 @@ def _lists(rows: duckdb.DuckDBPyRelation, name: str) -> bool:
     return f"{rows.types[rows.columns.index(name)]}".endswith("[]")
 
 
-def count_times(
-    rows: duckdb.DuckDBPyRelation, times: Sequence[str], unit: str, key: str = "source.day_unit"
-) -> duckdb.DuckDBPyRelation:
+def count_times(rows: duckdb.DuckDBPyRelation, times: Sequence[str], unit: str, key: str) -> duckdb.DuckDBPyRelation:
     """Converts columns of numbers, the time since 1970-01-01 in UTC, to timestamps of microseconds.
 
     Args:

@@ -367,8 +367,8 @@ def write_suggestion(job: DraftJob, files: bool) -> Written:
     for line in describe_ignored(suggestion.of("ignored")):
         logger.info("left out: %s", line)
     logger.info("split: %s", suggestion.split.why)
-    if written.history is not None:
-        logger.info("with a history of each %s: %s", getattr(suggestion.history, "user", ""), written.history)
+    if suggestion.history is not None and written.history is not None:
+        logger.info("with a history of each %s: %s", suggestion.history.user, written.history)
     counts = [len(suggestion.of(use)) for use in ("dense", "sparse", "ignored")]
     logger.info("%s dense, %s sparse, %s left out: %s", *counts, written.path)
     return written

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.catalog.events import Event, append_event, newest_events, read_events
 from pipeline.config.files import ROOT
+from pipeline.data.joined.source import pin_sources
 from pipeline.errors import DataError, keep_if_failed
 from pipeline.extraction.adopt import adopt
 from pipeline.extraction.config import LabelColumns
@@ -279,7 +280,7 @@ def enrich_days(
     declare_columns(workspace, result.columns)
     log = workspace.console.log
     stored = [source for source in workspace.config.features.sources if source.stored]
-    warn_of_clocks(stored, result.snapshot, workspace.warehouse, log)
+    warn_of_clocks(pin_sources(stored, ROOT, workspace.warehouse), result.snapshot, workspace.warehouse, log)
     if result.days_skipped:
         log.info("skipped: %s days have these columns from the same feature source", len(result.days_skipped))
     if result.days_without:

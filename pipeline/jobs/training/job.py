@@ -330,8 +330,7 @@ def build_specs(
                 cache_bytes=config.preprocessing.cache_bytes,
             )
     _say_keyless(workspace, snapshot, found["train"].selection.days)
-    read_now = [source for source in config.features.sources if not source.stored]
-    warn_of_clocks(read_now, snapshot, warehouse, workspace.console.log)
+    warn_of_clocks(joined, snapshot, warehouse, workspace.console.log)
     new = [spec for part, spec in found.items() if part in chosen]
     columns = {name for spec in new for name in spec.columns}
     read = {day for spec in new for day in spec.selection.days}

@@ -210,7 +210,7 @@ def plan_tables(spec: RankSpec) -> ShardingPlan:
 
 @contextmanager
 def naming_outliers(workspace: Workspace, data: DataSpec) -> Iterator[None]:
-    """Names the farthest outlier of the dense columns, if there is one, in the error of numbers that are not finite."""
+    """Names the largest outlier of the dense columns, if there is one, in the error of numbers that are not finite."""
     try:
         yield
     except NotFiniteError as error:

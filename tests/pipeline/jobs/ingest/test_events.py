@@ -127,6 +127,16 @@ def test_times_of_rows_and_events_may_be_numbers(open_: Open, tmp_path: Path, fo
             assert found.drop(columns="at").astype(str).equals(frame[found.drop(columns="at").columns].astype(str))
 
 
+def test_a_number_that_is_no_time_of_the_unit_is_named(open_: Open, tmp_path: Path) -> None:
+    for path in (tmp_path / "log").glob("*"):
+        frame = pd.read_parquet(path)
+        frame.assign(at=frame["at"].astype("datetime64[us]").astype("int64")).to_parquet(path)
+    with pytest.raises(DataError) as error:
+        ingest_days(open_(day_unit="seconds"), None, force=False)
+    assert str(error.value).startswith("column 'at' of '1.parquet': expected seconds since 1970, as ")
+    assert "as events.watched.day_unit says" in str(error.value)
+
+
 def test_a_log_becomes_days_sorted_by_key_and_time(
     open_: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
