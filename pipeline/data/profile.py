@@ -35,9 +35,12 @@ PROFILE = "profile"
 FAR = 20.0
 """Deviations from the mean from which a value is an outlier. One among n rows is at most sqrt(n) away."""
 BUCKETS = 16
-AT_A_TIME = 200
-"""Sketches in memory, days times columns. More columns take several passes over the rows.
-Each sketch takes up to 300 kB, which DuckDB cannot spill."""
+SKETCHES_AT_ONCE = 20_000
+"""Sketches in memory, days times columns. More columns take several passes over the rows. One takes 3 kB."""
+LENGTHS = 10
+"""A histogram of lengths takes as much as so many sketches."""
+COLUMNS_AT_ONCE = 250
+"""Columns of a pass: each row becomes a list of so many values."""
 SCHEMA = pa.schema(
     {
         DAY: pa.date32(),
@@ -244,7 +247,7 @@ def measure_columns(
         ).fetchall():
             counted = zip(names, values[::2], values[1::2], strict=True)
             found |= {(day, name): {"present": present, "distinct": distinct} for name, present, distinct in counted}
-    for names in _groups(lists, len(counts)):
+    for names in _groups(lists, LENGTHS * len(counts)):
         below = stack(rows(names), names, [f"len({quote(name)})" for name in names])
         add(below, length_query(below), "lengths")
     for text in (False, True):  # one pass handles items of one type
@@ -287,7 +290,7 @@ def _measure_keys(one: MapColumn, keys: Sequence[int], rows: Rows, add: Callable
 
 def _groups(columns: Sequence[C], days: int) -> Iterator[Sequence[C]]:
     """Splits columns into groups that are measured in one pass."""
-    size = max(1, AT_A_TIME // max(1, days))
+    size = min(COLUMNS_AT_ONCE, max(1, SKETCHES_AT_ONCE // max(1, days)))
     return (columns[start : start + size] for start in range(0, len(columns), size))
 
 

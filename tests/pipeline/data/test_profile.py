@@ -139,7 +139,7 @@ def test_columns_in_many_groups_give_the_same(
 ) -> None:
     table = make()
     whole = measured(connection, table)
-    monkeypatch.setattr(profile, "AT_A_TIME", 2)
+    monkeypatch.setattr(profile, "SKETCHES_AT_ONCE", 2)
     assert measured(connection, table) == whole
 
 
@@ -175,7 +175,7 @@ def test_keys_of_maps_are_measured_like_columns(
     items = pa.array(columns["items"], pa.list_(pa.int64()))
     flat = flat.set_column(flat.column_names.index("small"), "small", small)
     expected = measured(connection, flat.set_column(flat.column_names.index("items"), "items", items))
-    monkeypatch.setattr(profile, "AT_A_TIME", 3)
+    monkeypatch.setattr(profile, "SKETCHES_AT_ONCE", 3)
     found = measured(connection, maps)
     assert {name for _, name in found} == {*keys, *maps.column_names} - {DAY}
     for day in DAYS:
