@@ -5,6 +5,7 @@ import os
 import sqlite3
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -99,6 +100,21 @@ def few_figures(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.path != ROOT / "tests" / "flows" / "test_ingest.py":
             patch.setattr(checks, "_draw", lambda *_: None)
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves all but one in n cases of a test with the mark `one_in(n)` to `make nightly`, whatever their order."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("one_in") is not None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for of in cases.values():
+        for number, item in enumerate(sorted(of, key=lambda one: one.nodeid)):
+            mark = item.get_closest_marker("one_in")
+            assert mark is not None
+            if number % mark.args[0]:
+                item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(scope="session")

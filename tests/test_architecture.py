@@ -372,6 +372,7 @@ def test_the_parser_sees_imports():
     assert (Path("flows/train.py"), "pipeline.jobs.training.run") in found
 
 
+@pytest.mark.slow
 def test_examples_are_found_where_ray_is_not_installed(monkeypatch):
     """`make test` without the extra: pytest imports every module of the product, but for those that need Ray."""
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -471,6 +472,7 @@ def test_tests_mirror_the_tree():
     assert {name for name in names if name.split("/")[0] not in CROSSING and not belongs(name)} == TOPICS
 
 
+@pytest.mark.slow
 def test_what_tests_share_is_in_no_test():
     stray = set()
     for name, path in files_of_tests().items():

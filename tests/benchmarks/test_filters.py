@@ -10,6 +10,7 @@ from benchmarks.machine import machine
 from storage.config import WarehouseConfig
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("order", filters.ORDERS)
 def test_a_sorted_table_is_read_in_part(order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filters, "WarehouseConfig", lambda: WarehouseConfig(row_group_rows=500))

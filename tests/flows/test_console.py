@@ -95,6 +95,7 @@ def test_the_model_is_derived_from_the_table(smoke_run):
     assert "iceberg://dlrm/smoke" in smoke_run["assets"]["mlflow://models/smoke"]
 
 
+@pytest.mark.slow
 def test_history_of_our_flows_alone_is_cleared(prefect):
     """Other projects may use the same server, also with flows of the same names."""
     database = PREFECT_API_DATABASE_CONNECTION_URL.value().removeprefix("sqlite+aiosqlite:///")

@@ -177,6 +177,7 @@ def move_table(values):
     return values | {"snapshot": values["snapshot"] | {"table": "elsewhere"}}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

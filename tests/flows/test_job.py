@@ -105,6 +105,7 @@ def test_a_day_with_a_lost_or_truncated_file_is_rewritten(ingested, tmp_path, ha
     assert list(rows.values()) == [200, 200]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("what", ["weights.safetensors", "model.json", "result.json"])
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
 def test_a_version_with_lost_or_damaged_files_is_made_again(smoke, copied, what, harm):

@@ -282,6 +282,7 @@ def build_site(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     done = build_site(ROOT / "mkdocs.yml", tmp_path / "site")
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from storage.compiled import SOURCES, hash_loops
 
 LOOP = """
@@ -25,6 +27,7 @@ def add(value):
 """
 
 
+@pytest.mark.slow
 def test_a_loop_is_compiled_anew_if_a_function_of_another_file_has_changed(tmp_path: Path) -> None:
     """Numba compares the file of the loop, which stays as it is."""
     (tmp_path / "loop.py").write_text(LOOP)

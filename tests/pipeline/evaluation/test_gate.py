@@ -79,6 +79,7 @@ def test_errors_of_a_days_rows_are_correlated():
     assert called["day"] <= 11
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("days", [5, 7, 19])
 def test_equal_models_are_rarely_called_different_over_few_days(days):
     """Resampled by rows, a quarter of these pairs is. `benchmarks.gate --days` measures the share over more pairs."""
@@ -203,6 +204,7 @@ def test_a_challenger_that_is_off_is_rejected_unless_the_champion_is_further_off
     assert gate(labels, off, further).decision == "promote"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("positives", [5, 20, 80])
 def test_equal_models_are_rarely_rejected_for_their_calibration(positives):
     """Few positive labels make the calibration of the best model look bad."""

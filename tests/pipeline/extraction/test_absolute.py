@@ -29,6 +29,7 @@ def broken(result: IngestResult) -> list[tuple[str, str, str | None]]:
 # The future
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("profile", [True, False])
 @pytest.mark.parametrize("days", [2, 30, 27_000])
 def test_a_day_that_has_not_begun_is_held_back(
@@ -64,6 +65,7 @@ def test_nothing_but_the_future_is_refused(ingest: Any, put: Any) -> None:
 # One label
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("profile", [True, False])
 @pytest.mark.parametrize("label", [0, 1])
 def test_one_label_in_all_rows_is_refused(ingest: Any, put: Any, label: int, profile: bool) -> None:

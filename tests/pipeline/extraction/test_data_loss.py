@@ -113,6 +113,7 @@ def test_a_day_that_loses_files_and_rows_is_held(
     assert rows_of(warehouse) == {DAYS[0]: 50, DAYS[1]: 300}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("profiles", [(False, False), (True, False), (False, True)])
 def test_a_day_that_loses_labels_is_held_whether_or_not_columns_are_measured(
     ingest: Any, put: Any, warehouse: Warehouse, profiles: tuple[bool, bool]
@@ -278,6 +279,7 @@ def test_many_files_are_counted_and_some_are_named(put: Any, tmp_path: Path) -> 
 # Side tables
 
 
+@pytest.mark.slow
 def test_a_changed_side_table_writes_past_days_only_if_it_may(ingest: Any, stored: Any, put: Any) -> None:
     source = PLAIN | {"lookups": [{"path": "users.parquet", "on": ["user"]}]}
     put_hours(put, DAYS[0], range(1))

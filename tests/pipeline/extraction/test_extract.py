@@ -233,6 +233,7 @@ def test_days_are_written_in_groups(ingest: Any, stored: Any, put: Any, warehous
     assert stored()["user"].tolist() == list(range(50))
 
 
+@pytest.mark.slow
 def test_rows_of_many_days_keep_the_order_of_their_file(ingest: Any, stored: Any, tmp_path: Path) -> None:
     """Threads read row groups side by side."""
     days = [DAY1 + datetime.timedelta(2 * (row % 7)) for row in range(400)]

@@ -225,6 +225,7 @@ def test_dates_in_both_logs_have_windows_of_whole_days(ingest: Any, stored: Any,
     assert stored()["label"].sum() == 15
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("log", ["shown", "happened", "changed", None])
 def test_times_without_a_zone_count_as_utc_and_are_said(
     ingest: Any, stored: Any, put: Any, monkeypatch: pytest.MonkeyPatch, log: str | None
@@ -263,6 +264,7 @@ UNMATCHED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", UNMATCHED)
 def test_an_outcome_log_that_matches_nothing_is_refused(ingest: Any, stored: Any, put: Any, case: str) -> None:
     put_logs(put, **UNMATCHED[case])

@@ -107,6 +107,7 @@ def kept_by_hash(key: str, share: float, seed: int) -> bool:
     return int.from_bytes(digest[8:], "little") < int(share * 2**64)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("share", "seed", "unit"), [(None, 0, None), (0.25, 3, "milliseconds"), (1.0, 0, None), (None, 0, "seconds")]
 )

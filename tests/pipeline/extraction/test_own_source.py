@@ -60,6 +60,7 @@ OTHER = [
 ]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("old", "new", "same"), [(*one, True) for one in SAME] + [(*one, False) for one in OTHER])
 def test_files_of_other_days_are_of_the_same_source(old: Any, new: Any, same: bool, ingest: Any, put: Any) -> None:
     for path in (old, *([new] if isinstance(new, str) else new)):

@@ -200,6 +200,7 @@ KINDS: dict[str, tuple[pa.Array, pa.DataType, list[Any]]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_are_stored_in_iceberg_types(ingest: Any, put: Any, warehouse: Warehouse, kind: str) -> None:
     values, expected_type, expected = KINDS[kind]

@@ -91,6 +91,7 @@ def test_a_broken_line_of_json_is_named(tmp_path: Path, ingest: Any) -> None:
         ingest({"path": "a.jsonl", "day": "2024-01-01"})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv", "a.json"])
 def test_one_day_of_a_partitioned_log_opens_no_other_file(tmp_path: Path, ingest: Any, stored: Any, name: str) -> None:
     days = [datetime.date(2024, 1, day) for day in (1, 2, 3)]
@@ -169,6 +170,7 @@ def test_text_in_csv_files_is_stored_as_it_is_written(tmp_path: Path, ingest: An
     ] == lines[1:]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
@@ -508,6 +510,7 @@ def test_keys_of_one_kind_match_exactly(ingest: Any, put: Any, stored: Any, keys
     assert len(stored()) == 2
 
 
+@pytest.mark.slow
 def test_a_wide_file_of_text_takes_little_memory(tmp_path: Path) -> None:
     """DuckDB's memory for one query over all columns grew with their square."""
     columns = {f"c{number}": ["x", "2024-01-01"] for number in range(250)}

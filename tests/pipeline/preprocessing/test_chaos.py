@@ -205,6 +205,7 @@ def test_stopped_workers_are_replaced(
     assert not any(alive(pid) for pid in known[:stopped])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["memory"])
 def test_a_stragglers_work_is_done_twice_and_its_late_result_dropped(
     serve: Serve, tight: dict[str, Any], data: DataSpec, days: list[pa.Table], monkeypatch: pytest.MonkeyPatch

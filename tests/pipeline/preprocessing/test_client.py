@@ -73,6 +73,7 @@ def test_batches_equal_the_reference(
     assert sorted(numbers(found)) == expected_numbers(spec, days)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("batch_rows", [1, 97, 250, 3000])
 def test_any_batch_size(source: BatchSource, data: DataSpec, days: list[pa.Table], batch_rows: int) -> None:
     found = list(client(source, data, batch_rows=batch_rows).batches())
@@ -189,6 +190,7 @@ def test_a_rank_may_stop_early_while_the_others_continue(
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_resume_gives_the_remaining_rows(source: BatchSource, spec: DataSpec, selection: str, window: str) -> None:
     settings = {"window_rows": WINDOWS[window]}

@@ -136,6 +136,7 @@ class Store(BaseHTTPRequestHandler):
         """Says nothing."""
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("status", "raised"), [(503, TrackingError), (500, TrackingError), (403, AccessError), (404, None)]
 )

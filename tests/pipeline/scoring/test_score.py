@@ -200,6 +200,7 @@ score(config, warehouse, plan_scoring(config, warehouse, warehouse.current("t"),
 """
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_day_leaves_the_days_before_it(warehouse, tmp_path):
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path)], cwd=ROOT)
     assert ended.returncode == -signal.SIGKILL

@@ -54,6 +54,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
         torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0.0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("optimizer", ["adam", "adagrad", "sgd"])
 def test_hogwild_alone_is_synchronous_training(make: Maker, optimizer: str) -> None:
     settings = {"epochs": 2, "dense_optimizer": optimizer}
@@ -83,6 +84,7 @@ class ElasticLoop(PlainLoop):
         return {name: weight.detach() for name, weight in self.weights.items()} | self.centre
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("period", "rate"), [(1, 0.25), (4, 0.9), (100, 0.5)])
 def test_easgd_is_the_papers_rule(make: Maker, train_client: Client, period: int, rate: float) -> None:
     """Validates and exports the centre. After a validation the rank continues from its own weights."""

@@ -1,7 +1,8 @@
 """Weights of a training in lanes depend on its data alone: not on ranks, sharding plan or threads."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,29 +80,38 @@ def by_ranks(
     return found
 
 
+RUNS = {"one": (1, 1), "two threads": (1, 2), "two": (2, 1), "three": (3, 1), "four": (4, 1)}
+"""Name -> ranks and threads."""
+Find = Callable[[str], Found]
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """What one rank, one rank with two threads, two, three and four ranks find."""
-    runs = {"one": (1, 1), "two threads": (1, 2), "two": (2, 1), "three": (3, 1), "four": (4, 1)}
-    return {
-        name: by_ranks(ranks, tmp_path_factory.mktemp(f"ranks-{ranks}-{threads}"), threads)
-        for name, (ranks, threads) in runs.items()
-    }
+def found(tmp_path_factory: pytest.TempPathFactory) -> Find:
+    """Returns what the ranks of a run find. Each runs once."""
+
+    @cache
+    def find(name: str) -> Found:
+        ranks, threads = RUNS[name]
+        return by_ranks(ranks, tmp_path_factory.mktemp(f"ranks-{ranks}-{threads}"), threads)
+
+    return find
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", SAME)
-def test_every_number_of_ranks_and_every_plan_ends_with_the_same_bits(found: dict[str, Found], training: str) -> None:
+@pytest.mark.parametrize(
+    "run", ["one", "three", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("two threads", "two", "four"))]
+)
+def test_every_number_of_ranks_and_every_plan_ends_with_the_same_bits(found: Find, training: str, run: str) -> None:
     """Weights, optimizer state, losses and validation, over whole and short batches."""
-    ends = {(ranks, case): runs[case] for ranks, runs in found.items() for case in SAME[training]}
-    first = found["one"][next(iter(SAME[training]))]
-    assert {key: end for key, end in ends.items() if end != first} == {}
+    first = found("one")[next(iter(SAME[training]))]
+    assert {case: found(run)[case] for case in SAME[training] if found(run)[case] != first} == {}
 
 
 @pytest.mark.slow
-def test_without_lanes_the_bits_depend_on_the_ranks(found: dict[str, Found]) -> None:
-    assert found["two"]["plain"]["weights"] != found["one"]["plain"]["weights"]
-    assert found["one"]["plain"]["weights"] != found["one"]["table_wise"]["weights"]
+def test_without_lanes_the_bits_depend_on_the_ranks(found: Find) -> None:
+    assert found("three")["plain"]["weights"] != found("one")["plain"]["weights"]
+    assert found("one")["plain"]["weights"] != found("one")["table_wise"]["weights"]
 
 
 def lane_of(batch: Batch, rows: slice) -> tuple[torch.Tensor, KeyedJaggedTensor]:
@@ -170,16 +180,14 @@ def test_lanes_train_like_plain_pytorch(device: torch.device, tmp_path: Path) ->
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("first", "then"), [(4, 1), (1, 3)])
-def test_a_resumed_training_goes_on_with_other_ranks(
-    found: dict[str, Found], tmp_path: Path, first: int, then: int
-) -> None:
+def test_a_resumed_training_goes_on_with_other_ranks(found: Find, tmp_path: Path, first: int, then: int) -> None:
     """The checkpoint of one number of ranks, loaded by another, ends as the undisturbed training does."""
     names = ("table_wise", "adam", "dropout")
     by_ranks(first, tmp_path / "first", names=names, batches=(0, 5))
     resumed = by_ranks(then, tmp_path / "then", names=names, batches=(5, len(ROWS)), start=tmp_path / "first")
     for name in names:
-        assert resumed[name]["state"] == found["one"][name]["state"]
-        assert resumed[name]["losses"] == found["one"][name]["losses"][5:]
+        assert resumed[name]["state"] == found("one")[name]["state"]
+        assert resumed[name]["losses"] == found("one")[name]["losses"][5:]
 
 
 def test_auto_leaves_tables_whole() -> None:

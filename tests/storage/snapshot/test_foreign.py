@@ -148,6 +148,7 @@ def ids_by_day(warehouse: Warehouse, **keys: Any) -> dict[datetime.date, list[in
     return {day: sorted(ids) for day, ids in sorted(found.items()) if ids}
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize(
     ("keys", "expression"),

@@ -227,6 +227,7 @@ def test_a_reader_of_fewer_columns_filters_by_a_column_that_it_does_not_return(
     assert [number for one in fragments for number in narrow.read(one)["id"].to_pylist()] == list(range(3, 1_000, 10))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("passing", [set(chosen) for n in range(4) for chosen in itertools.combinations(range(3), n)])
 @pytest.mark.parametrize("deleted", [False, True])
 def test_columns_are_aligned_where_some_parts_of_a_row_group_have_no_row(
@@ -291,6 +292,7 @@ def test_statistics_of_another_writer_exclude_what_they_prove(
     assert made.may_match(file.metadata.row_group(0), {})
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", [pa.float32(), pa.float64()], ids=str)
 @pytest.mark.parametrize("statistics", [True, False])
 def test_zeros_and_nan_mean_the_same_to_filters_statistics_and_deletes(

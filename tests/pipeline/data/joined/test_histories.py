@@ -33,6 +33,7 @@ def warehouse(tmp_path: Path) -> Warehouse:
     return Warehouse(WarehouseConfig(row_group_rows=100, file_rows=300), tmp_path / "home")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("on", "options"),
@@ -169,6 +170,7 @@ def test_another_version_of_the_code_sorts_anew(tmp_path, warehouse, monkeypatch
     assert len([path for path in first.parent.iterdir() if path.is_dir()]) == 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("delay", [0, 86_400])
 @pytest.mark.parametrize("changed", range(DAYS))
 def test_the_content_of_a_day_is_what_its_rows_can_see_of_a_log(changed, delay, warehouse):

@@ -81,6 +81,7 @@ def values(column: Any) -> list[Any]:
     return [None if value is None or value is pd.NA else value.tolist() if hasattr(value, "tolist") else value for value in column]  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dated", [False, True])
 def test_joined_rows_are_those_of_a_merge(seed, dated, tmp_path, warehouse, monkeypatch):
@@ -238,6 +239,7 @@ def test_a_pinned_source_travels_as_json(tmp_path, warehouse):
     assert type(pinned).model_validate(json.loads(pinned.model_dump_json())) == pinned
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("text", [None, "num > 0", "num > 0 and score > 0.1", "row < 0"])
 @pytest.mark.parametrize("keys", [(), ("user",), ("word",)], ids=["no split", "own key", "joined key"])
 @pytest.mark.parametrize("sampled", [None, "shop", "ids"])

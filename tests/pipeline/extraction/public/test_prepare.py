@@ -161,6 +161,7 @@ def quiet(what: str, done: int, total: int) -> None:
     assert 0 < done <= total, what
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SETS)
 def test_its_config_reads_what_the_archive_becomes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DLRM_DATA", str(tmp_path / "data"))

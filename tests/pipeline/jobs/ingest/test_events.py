@@ -94,6 +94,7 @@ def test_days_and_trainings_are_the_same_wherever_the_project_lies(
     assert run(Path()) != ("skipped", identity)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("form", ["seconds", "milliseconds", "microseconds", "fractional seconds", "text"])
 def test_times_of_rows_and_events_may_be_numbers(open_: Open, tmp_path: Path, form: str) -> None:
     """The same days, rows and lists as of timestamps; a number that is no time ends the ingest."""
@@ -159,6 +160,7 @@ def test_a_log_becomes_days_sorted_by_key_and_time(
     assert (again["status"], again["events"]["watched"]["status"]) == ("skipped", "skipped")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("unique", ["event", "*", ["user", "at"]])
 def test_events_that_are_delivered_twice_count_once(
     open_: Open, tmp_path: Path, unique: Any, caplog: pytest.LogCaptureFixture

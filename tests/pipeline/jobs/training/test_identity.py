@@ -53,6 +53,7 @@ def test_rows_that_are_not_learned_from_do_not_change_the_name(home: Path) -> No
     assert pin(split__days__test=["2025-01-10"], evaluation__slices=["cat_device"]).identity == before.identity
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -119,6 +120,7 @@ def test_trainings_of_the_same_rows_share_a_fitted_plan(home: Path, monkeypatch:
     assert len(fits) == 2
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "keys",
     [

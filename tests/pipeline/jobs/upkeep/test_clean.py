@@ -217,6 +217,7 @@ def test_columns_that_no_run_has_used_for_long_go(home: Path) -> None:
     assert store.load("new", ["a"])["a"].values.tolist() == [1.0] * 10
 
 
+@pytest.mark.slow
 def test_work_of_others_stays(home: Path) -> None:
     """A run that somebody made in the experiment by hand, and another team's table of features with our tag."""
     source = {"table": "stats", "on": "user"}

@@ -85,6 +85,7 @@ SELECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_cold_warm_and_half_warm_epochs_are_equal(spec: DataSpec, tmp_path: Path, selection: str) -> None:
     spec = chosen(spec, **SELECTIONS[selection])

@@ -174,6 +174,7 @@ def test_the_error_of_a_crash_quotes_the_end_of_the_log(
     assert log.exists()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("does", [("result wait", "wait"), ("result", "stop"), ("deaf wait", "result-less wait")])
 def test_hung_ranks_end_at_the_deadline(run: Callable[..., Event], does: tuple[str, str]) -> None:
     with pytest.raises(TrainingError) as caught:
@@ -197,6 +198,7 @@ def test_an_interrupted_launcher_ends_its_ranks(run: Callable[..., Event]) -> No
         run("wait", "deaf wait", on_event=interrupt)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
@@ -231,6 +233,7 @@ def test_the_limit_of_restarts(run: Callable[..., Event]) -> None:
     assert [event["number"] for event in events if event["event"] == "restart"] == [1, 2]
 
 
+@pytest.mark.slow
 def test_progress_resets_the_restart_count(run: Callable[..., Event]) -> None:
     events: list[Event] = []
     does = "saved-2 kill|kill|resumed-2 saved-4 kill|saved-6 kill|result"
@@ -271,6 +274,7 @@ def test_a_group_that_hangs_for_good_is_an_error(run: Callable[..., Event], tmp_
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", ["alive", "waiting"])
 def test_progress_keeps_a_group_alive(run: Callable[..., Event], does: str) -> None:
     """Its own progress, or that of preprocessing while it waits."""

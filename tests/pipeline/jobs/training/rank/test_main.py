@@ -41,6 +41,7 @@ from tests.pipeline.jobs.training.odd_rank import Reload, reload
 ODD_RANK = "tests.pipeline.jobs.training.odd_rank"
 
 
+@pytest.mark.slow
 def test_ids_sent_ahead_change_no_bit(rank_spec: Callable[..., RankSpec], tmp_path: Path) -> None:
     """Also across validations and the end of an epoch, and if training ends before the batch that was sent."""
     settings = SETTINGS | {"max_steps": 17, "epochs": 2}
@@ -207,6 +208,7 @@ def check_restarted(run: Run, undisturbed: Run, deaths: list[str], resumed: list
     assert not ranks_below(psutil.Process())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("difference", [{"sources": "other"}, {"lock": "other"}, {"versions": {"python": "3.9"}}])
 def test_ranks_with_other_code_or_packages_end_before_the_first_step(
     rank_spec: Callable[..., RankSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, difference: dict[str, Any]
