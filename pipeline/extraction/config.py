@@ -22,6 +22,8 @@ from storage.names import (
 
 WEIGHT = "sample_weight"
 """Column with the number of impressions that a row represents after negatives were downsampled."""
+REPEAT_DAYS = 7
+"""Default of `ingest.repeat_days`."""
 
 TABLE_KEYS = ("table", "branch", "day_zone")
 """Keys of a source that is read as it is."""
@@ -402,6 +404,9 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     memory_bytes: PositiveInt | None = None
     """Memory of DuckDB for joins, sorts and statistics. Beyond it, DuckDB spills to disk. None: a quarter of the
     machine's memory, or of what its control group allows."""
+    repeat_days: PositiveInt = REPEAT_DAYS
+    """How far back a repeated impression, or an event that `unique` tells from others, is looked for. An ingest of a
+    new day opens the files of so many days. A row that repeats one from before counts as a new one."""
     checks: ChecksConfig = ChecksConfig()
 
 

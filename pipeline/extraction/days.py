@@ -5,18 +5,31 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from pydantic import BaseModel
 
 from pipeline.data.day_notes import DayNote, InputFiles
-from pipeline.data.formats.files import Stamp, address_of, stamp
-from pipeline.data.formats.reading import count_rows_of
+from pipeline.data.formats.files import Stamp, stamp
 from pipeline.data.present import today
-from pipeline.errors import DataError, EmptyDatasetError
-from pipeline.extraction.config import EventTable, SourceConfig
-from pipeline.extraction.join import KEY, LEFT_OUT
-from pipeline.extraction.opening import OpenSource, SourceContext, fingerprint
+from pipeline.errors import EmptyDatasetError
+from pipeline.extraction.config import REPEAT_DAYS, EventTable
+from pipeline.extraction.inventory import (
+    FileDay,
+    Inventory,
+    OutcomeFile,
+    RowFile,
+    Window,
+    choose,
+    definition_of,
+    nearness,
+    reached,
+    spans_of,
+    stamp_of,
+    undeclared_keys,
+    windows_by_day,
+)
+from pipeline.extraction.join import LEFT_OUT
+from pipeline.extraction.opening import OpenSource, SourceContext, SourceFiles, fingerprint
 from storage.reader import DAY
 
 
@@ -30,11 +43,13 @@ class SourceDay:
     identity: str
     note: DayNote
     files: Mapping[str, int] = field(default_factory=dict)
-    """File that the rows are read from -> how many."""
+    """File -> its rows of the day."""
     refused_of: Mapping[str, int] = field(default_factory=dict)
     """File -> rows of it that are refused."""
     left_of: Mapping[str, int] = field(default_factory=dict)
     """File -> rows of it that are left out: negatives removed by downsampling, and what else is not stored."""
+    outcomes: Sequence[str] = ()
+    """Files that may hold outcomes of its impressions."""
 
     @property
     def left_out(self) -> int:
@@ -65,6 +80,8 @@ class Accounts(BaseModel, frozen=True):
     """What became of the rows of all files of an ingest."""
 
     count: int
+    opened: int
+    """Files that were opened. The others are as an earlier ingest found them, and have no row of a day to write."""
     total: FileAccount
     incomplete: Mapping[str, FileAccount]
     """File -> its rows, of files whose rows were not all good: those with the most such rows, MOST_FILES at most."""
@@ -76,16 +93,13 @@ MOST_FILES = 20
 """Files that a result lists one by one."""
 
 
-def account(
-    lines: Mapping[str, int], written: Sequence[SourceDay], held: Sequence[SourceDay], names: Mapping[str, str]
-) -> Accounts:
+def account(inventory: Inventory, opened: int, written: Sequence[SourceDay], held: Sequence[SourceDay]) -> Accounts:
     """Says for each file what became of its rows.
 
     Args:
-        lines: File that rows are read from -> how many it has.
-        names: The same -> the file of the source.
+        opened: Number of files that were opened.
     """
-    found = {file: Counter(rows=count, other_days=count) for file, count in lines.items()}
+    found = {file: Counter(rows=one.rows, other_days=one.rows) for file, one in inventory.rows.items()}
     for kind, days in (("written", written), ("held", held)):
         for day in days:
             for file, count in day.files.items():
@@ -93,107 +107,85 @@ def account(
                 found[file].update({"quarantined": refused, "left_out": left, kind: count - refused - left})
                 found[file]["other_days"] -= count
     lost = {file: one["quarantined"] + one["left_out"] for file, one in found.items()}
-    worst = sorted((file for file in found if lost[file]), key=lambda file: (-lost[file], names[file]))
+    worst = sorted((file for file in found if lost[file]), key=lambda file: (-lost[file], file))
     return Accounts(
         count=len(found),
+        opened=opened,
         total=FileAccount(**sum(found.values(), Counter({"rows": 0}))),
-        incomplete={names[file]: FileAccount(**found[file]) for file in worst[:MOST_FILES]},
+        incomplete={file: FileAccount(**found[file]) for file in worst[:MOST_FILES]},
         unlisted=max(0, len(worst) - MOST_FILES),
     )
 
 
-def survey(rows: OpenSource, context: SourceContext, order_by: Sequence[str]) -> tuple[list[SourceDay], dict[str, int]]:
-    """Counts the rows of each day and file, and gives each day an identity.
+def list_days(
+    inventory: Inventory, context: SourceContext, files: SourceFiles, order_by: Sequence[str]
+) -> list[SourceDay]:
+    """Returns the days of a source, each with an identity.
 
     The identity covers the config of the source and the files that hold rows of the day. If logs are joined, it also
     covers the files that may hold outcomes of these rows, and whether the day is open. It covers a side table only if
     `refresh` says so.
-
-    Returns:
-        The days, and each file that rows are read from with their number as the file itself has it.
     """
-    schema = context.schema
-    events, source = context.events, context.source.ingested()
-    lookups = {one: context.find(one.path, "source.lookups path") for one in context.source.lookups}
-    refreshed = [path for one, files in lookups.items() if one.refresh == "past_days" for path in files]
+    events, schema = context.events, context.schema
+    refreshed = [path for one, paths in files.lookups.items() if one.refresh == "past_days" for path in paths]
     if events is None:
-        declared = [source, schema.label, schema.weight]
-        definition = fingerprint([_definition(context.source), *declared[1:]])[:16]
-    else:  # whatever the path is called, the stamps name the files
-        declared = [events.model_dump(mode="json", exclude=_not_declared(events))]
-        definition = fingerprint(["events", *declared])[:16]
-    shared = fingerprint([*declared, _as_json(map(stamp, refreshed)), list(order_by)])
-    stamps = {address_of(rows.read[path].read): stamp(path) for path in [*rows.files, *rows.outcomes]}
+        declared = [context.source.ingested(), schema.label, schema.weight]
+    else:
+        declared = [events.model_dump(mode="json", exclude=undeclared_keys(events))]
+    shared = fingerprint([*declared, _as_json(map(stamp, refreshed)), list(order_by), *_looked_back(context)])
+    known: dict[str, RowFile | OutcomeFile] = {**inventory.rows, **inventory.outcomes}
+    stamps = {address: stamp_of(address, file) for address, file in known.items()}
     texts = {address: _as_json([one]) for address, one in stamps.items()}
-    windows = None if rows.join is None else rows.join.windows_by_day(rows.view)
-    which = f"sum(md5_number_lower(concat_ws(':', {KEY}, parse_filename(__file), __row))) FILTER (__reason IS NOT NULL)"
-    counted = (
-        f"SELECT {DAY}, __file, count(*) AS rows, count(__reason) AS bad,"
-        f" {'NULL' if windows is None else which} AS aside FROM {rows.view} GROUP BY {DAY}, __file"
-    )
-    found = rows.connection.sql(
-        f"SELECT {DAY}, sum(rows)::BIGINT, sum(bad)::BIGINT,"
-        f" map(list(__file ORDER BY __file), list(rows ORDER BY __file)), sum(aside),"
-        f" map(list(__file ORDER BY __file), list(bad ORDER BY __file))"
-        f" FROM ({counted}) GROUP BY {DAY} ORDER BY {DAY}"
-    ).fetchall()
-    lines = _check_counts(rows, [files for _, _, _, files, *_ in found], context.warehouse.config.catalog)
-    sides = {one.path: fingerprint(_as_json(map(stamp, files)))[:16] for one, files in lookups.items()}
-    days = []
-    for day, count, bad, files, aside, bad_of in found:
-        content: list[object] = [shared, [texts[file] for file in files]]
-        outcomes, is_open = (windows or {}).get(day, ([], False))
-        is_open = is_open and context.source.generator is None  # the generator writes all outcomes at once
-        if windows is not None:  # a repeated impression's first row may lie in another day's file
-            content += [[texts[file] for file in outcomes], str(aside or 0)]
+    outcomes = context.source.outcomes
+    windows = None if outcomes is None else windows_by_day(inventory, outcomes.longest_seconds)
+    sides = {one.path: fingerprint(_as_json(map(stamp, paths)))[:16] for one, paths in files.lookups.items()}
+    found: defaultdict[datetime.date, dict[str, FileDay]] = defaultdict(dict)
+    for address, one in sorted(inventory.rows.items()):
+        for day, counts in one.days.items():
+            found[day][address] = counts
+    days, definition = [], definition_of(context)
+    for day, of in sorted(found.items()):
+        content: list[object] = [shared, [texts[file] for file in of]]
+        window = Window([], False) if windows is None else windows.get(day, Window([], False))
+        is_open = window.is_open and context.source.generator is None  # the generator writes all outcomes at once
+        aside = sum(one.aside for one in of.values())  # the first row of a repeated one may lie in another day's file
+        if windows is not None:
+            content += [[texts[file] for file in window.files], str(aside)]
+        elif aside:
+            content.append(str(aside))
         content += ["open"] if is_open else []  # when the day closes, it is written again
         note = DayNote(
             open=is_open,
-            rows=InputFiles.of([stamps[file] for file in files]),
-            outcomes=InputFiles.of([stamps[file] for file in outcomes]),
+            rows=InputFiles.of([stamps[file] for file in of]),
+            outcomes=InputFiles.of([stamps[file] for file in window.files]),
             lookups=sides,
             definition=definition,
         )
-        days.append(SourceDay(day, count, bad, fingerprint(content)[:16], note, files, bad_of))
-    return days, lines
+        rows, refused = {file: one.rows for file, one in of.items()}, {file: one.refused for file, one in of.items()}
+        days.append(
+            SourceDay(
+                day, sum(rows.values()), sum(refused.values()), fingerprint(content)[:16], note, rows, refused,
+                outcomes=window.files,
+            )
+        )  # fmt: skip
+    return days
 
 
-def _not_declared(events: EventTable) -> set[str]:
-    """Returns the keys of an event table that do not say what its rows are."""
-    unset = {key for key in ("unique", "day_unit") if getattr(events, key) is None}
-    return {"path", "format", "keep_days"} | unset
+def _looked_back(context: SourceContext) -> list[int]:
+    """The default is no part of an identity: days were written before there was another."""
+    return [] if context.repeat_days == REPEAT_DAYS else [context.repeat_days]
 
 
-def _check_counts(
-    rows: OpenSource, found: Sequence[Mapping[str, int]], properties: Mapping[str, str]
-) -> dict[str, int]:
-    """Compares the rows of each file with its lines, or with its footer: none may be lost or doubled on the way.
-
-    Returns:
-        File that the rows are read from -> their number.
-    Raises:
-        DataError: With the first file of which other rows were read than it has.
-    """
-    counted: Counter[str] = Counter()
-    for files in found:
-        counted.update(files)
-    lines = {}
-    for file in rows.files:
-        read = rows.read[file]
-        lines[address_of(read.read)] = expected = count_rows_of(read, properties)
-        if counted[address_of(read.read)] != expected:
-            raise DataError(
-                f"file '{file.name}'", f"{expected} rows, as the file has", f"{counted[address_of(read.read)]}",
-                "Run it again once the file is complete: it may have changed meanwhile.",
-            )  # fmt: skip
-    return lines
-
-
-def _definition(source: SourceConfig) -> dict[str, Any]:
-    """Returns the values of a source's config that say what its rows and labels are, wherever they come from."""
-    places: Any = {"outcomes": {"path"}, "lookups": {"__all__": {"path", "refresh"}}}
-    places |= dict.fromkeys(("path", "format", "generator"), True)
-    return source.model_dump(mode="json", exclude_defaults=True, exclude=places)
+def choose_files(
+    days: Sequence[SourceDay], inventory: Inventory, context: SourceContext, files: SourceFiles
+) -> SourceFiles:
+    """Returns the files to open for some days: theirs, and those whose rows or outcomes matter to them."""
+    rows = {file for day in days for file in day.files}
+    if (near := nearness(context)) is not None:
+        of = {day.day for day in days}
+        counted = [one.days[day] for one in inventory.rows.values() for day in of & one.days.keys()]
+        rows |= reached(inventory.rows, spans_of(counted), near).keys()
+    return choose(files, rows, {file for day in days for file in day.outcomes})
 
 
 def first_kept(days: Collection[datetime.date], events: EventTable | None) -> datetime.date:
@@ -241,11 +233,12 @@ def asked_days(
 
 def count_left_out(rows: OpenSource, days: Sequence[SourceDay]) -> list[SourceDay]:
     """Returns the days with the number of rows that are left out of them, by file."""
-    where = f"{LEFT_OUT} AND __reason IS NULL AND {days_condition(days)}"
+    where = f"{LEFT_OUT} AND __reason IS NULL AND {rows_of_days(rows, days)}"
     query = f"SELECT {DAY}, __file, count(*) FROM {rows.view} WHERE {where} GROUP BY {DAY}, __file"
     left: defaultdict[datetime.date, dict[str, int]] = defaultdict(dict)
+    names = rows.names
     for day, file, count in rows.connection.sql(query).fetchall():
-        left[day][file] = count
+        left[day][names[file]] = count
     return [replace(day, left_of=left[day.day]) for day in days]
 
 
@@ -254,9 +247,19 @@ def count_refused(rows: OpenSource, days: Sequence[SourceDay]) -> dict[str, int]
     bad = [day for day in days if day.refused]
     if not bad:
         return {}
-    where = f"__reason IS NOT NULL AND {days_condition(bad)}"
+    where = f"__reason IS NOT NULL AND {rows_of_days(rows, bad)}"
     query = f"SELECT __reason, count(*) FROM {rows.view} WHERE {where} GROUP BY 1 ORDER BY 1"
     return dict(rows.connection.sql(query).fetchall())
+
+
+def rows_of_days(rows: OpenSource, days: Sequence[SourceDay]) -> str:
+    """Returns the SQL condition that a row of an open source belongs to one of the days.
+
+    It names the files of the days, so that DuckDB scans no other. It knows that before it reads a row.
+    """
+    wanted = {file for day in days for file in day.files}
+    files = ", ".join("'" + read.replace("'", "''") + "'" for read, file in rows.names.items() if file in wanted)
+    return f"list_contains([{files}], __file) AND {days_condition(days)}" if files else "false"
 
 
 def days_condition(days: Sequence[SourceDay]) -> str:

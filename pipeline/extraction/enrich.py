@@ -1,4 +1,7 @@
-"""Stage entry: writes columns of feature sources into the days of an existing table, one day at a time."""
+"""Stage entry: writes columns of feature sources into the days of an existing table, one day at a time.
+
+An ingest does so for the days that it writes: trainings read these columns from the table.
+"""
 
 import datetime
 import hashlib
@@ -23,7 +26,8 @@ from pipeline.data.joined.source import (
 )
 from pipeline.data.selection import days_between
 from pipeline.errors import ConfigError, ContractError
-from pipeline.transforms.joins import AnySource, EventWindow, History
+from pipeline.extraction.data_loss import StoredDay
+from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.days import last_notes
 from storage.snapshot.writing import replace_days
@@ -283,3 +287,65 @@ def _declaration(source: FeatureSource, name: str) -> list[Any]:
         return [source.added[name], one.on, kind, *times, one.where, one.last]
     lag = [one.lag_days] if one.lag_days else []
     return [source.added[name], one.on, one.day_column, kind, *lag, *(times if one.as_of is not None else [])]
+
+
+@dataclass(frozen=True)
+class MaterializationPlan:
+    """Columns that feature sources have for the days of an ingest."""
+
+    columns: Mapping[AnySource, Mapping[datetime.date, set[str]]]
+
+    def columns_of(self, day: datetime.date, sources: Collection[str] | None = None) -> set[str]:
+        """Returns the columns that can be materialized in a day, from all feature sources or from those named."""
+        of = [days for one, days in self.columns.items() if sources is None or name_of(one) in sources]
+        return {name for days in of for name in days.get(day, ())}
+
+
+def name_of(source: AnySource) -> str:
+    """Returns a name for notes. Several histories and windows may read one table."""
+    return source.name if isinstance(source, FeatureJoin) else f"{source.place} {', '.join(source.added_names())}"
+
+
+def plan_materialization(
+    joined: Sequence[AnySource],
+    warehouse: Warehouse,
+    root: Path,
+    materialized: Mapping[datetime.date, Collection[str]],
+    warn: Callable[[str], None],
+) -> MaterializationPlan:
+    """Finds the columns to materialize: stored columns, and columns that a day would lose.
+
+    Args:
+        materialized: Day of the ingest -> columns that a materialization has written into the table's version of it.
+        warn: Called for a feature source that cannot be read.
+    """
+    there = {name for names in materialized.values() for name in names}
+    wanted = [source for source in joined if source.stored or any(source.may_add(name) for name in there)]
+    found = fillable_columns(wanted, warehouse, root, materialized, warn)
+    added = {one: {name for names in days.values() for name in names} for one, days in found.items()}
+    return MaterializationPlan({one: days for one, days in found.items() if one.stored or there & added[one]})
+
+
+def materialize_days(
+    plan: MaterializationPlan,
+    warehouse: Warehouse,
+    table: str,
+    root: Path,
+    written: Collection[datetime.date],
+    unchanged: Mapping[datetime.date, StoredDay],
+    report: Callable[[int, int], None],
+) -> EnrichResult | None:
+    """Materializes the days written, and others that an earlier ingest was to materialize but could not.
+
+    Days from before a feature source was stored are left to `flows.enrich`. Returns None if nothing is to be done.
+
+    Args:
+        unchanged: Days that the ingest did not write.
+    """
+    days = {day for day in written if plan.columns_of(day)}
+    for day, stored in unchanged.items():
+        if stored.note is not None and plan.columns_of(day, stored.note.refill).difference(stored.materialized):
+            days.add(day)
+    if not days:
+        return None
+    return enrich(list(plan.columns), warehouse, table, root, report=report, only=days)

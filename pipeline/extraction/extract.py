@@ -22,18 +22,26 @@ from pipeline.extraction.days import (
     Accounts,
     SourceDay,
     account,
+    choose_files,
     count_left_out,
     count_refused,
     days_condition,
     first_kept,
     group_days,
+    list_days,
+    rows_of_days,
     select_days,
-    survey,
 )
-from pipeline.extraction.enrich import EnrichResult
+from pipeline.extraction.enrich import (
+    EnrichResult,
+    MaterializationPlan,
+    materialize_days,
+    name_of,
+    plan_materialization,
+)
+from pipeline.extraction.inventory import Inventory, inventory_path, learn
 from pipeline.extraction.join import LabelJoin
-from pipeline.extraction.materialize import MaterializationPlan, materialize_days, name_of, plan_materialization
-from pipeline.extraction.opening import OpenSource, Report, SourceContext, fingerprint, open_source_rows
+from pipeline.extraction.opening import OpenSource, Report, SourceContext, SourceReader, duckdb_limits, fingerprint
 from pipeline.extraction.own_source import refuse_strangers, remember
 from pipeline.extraction.profiling import (
     CheckedProfile,
@@ -112,9 +120,12 @@ class _Ingest:
     force: bool
     report: Report
     warn: Warn
-    rows: OpenSource
-    order: str
-    """ORDER BY clause of the rows written."""
+    reader: SourceReader
+    inventory: Inventory
+
+    def open(self, days: Sequence[SourceDay]) -> OpenSource:
+        """Opens what is needed to write some days."""
+        return self.reader.rows(choose_files(days, self.inventory, self.context, self.reader.files))
 
     @property
     def loss_outcome(self) -> Verdict:
@@ -146,8 +157,10 @@ class _Plan:
     materialization: MaterializationPlan
     definition: str
     """Fingerprint of what the config says rows and labels are."""
-    lines: Mapping[str, int]
-    """File that rows are read from -> their number, as the file itself has it."""
+    rows: OpenSource | None
+    """Rows of the due days. None: no day is due."""
+    order: str
+    """ORDER BY clause of the rows written."""
     first: datetime.date
     """The first day that `keep_days` of an event table keeps."""
     elsewhere: int
@@ -177,18 +190,13 @@ def extract(
         EmptyDatasetError: If there are no rows, a day in `only` has none, or there is no table because no day may be
             written.
     """
-    context = replace(context, only=frozenset(only))
+    context = replace(context, only=frozenset(only), repeat_days=config.repeat_days)
     if not config.other_sources:
         refuse_strangers(context)
-    with open_source_rows(context, report, bool(config.order_by)) as rows:
-        ingest = _Ingest(context, config, force, report, warn, rows, order_clause(rows, config.order_by))
-        if rows.left_out:
-            named = ", ".join(f"{name} ({kind})" for name, kind in rows.left_out.items())
-            warn(f"columns left out, which the warehouse has no type for and no feature reads: {named}")
-        for note in rows.notes:
-            warn(note)
+    with SourceReader(context, report, bool(config.order_by)) as reader:
+        known = Inventory() if force else Inventory.read(inventory_path(context))
+        ingest = _Ingest(context, config, force, report, warn, reader, learn(reader, known, warn))
         plan = _plan_days(ingest)
-        _verify_files(rows, plan.due, context)
         profiled, checked = _check_days(ingest, plan)
         if checked.days:
             on_checked(checked)
@@ -201,7 +209,7 @@ def extract(
             if not passed and not context.warehouse.has_table(context.table):
                 raise _no_table_error(context, plan.wanted, [*broken, *plan.held_back])
             _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
-            _write_days(ingest, passed, profiled)
+            _write_days(ingest, plan, passed, profiled)
             remember(context)
             expired = _expire_days(context, plan.first)
             materialized = _materialize_days(ingest, plan, passed)
@@ -209,10 +217,17 @@ def extract(
         return result.model_copy(update={"materialized": materialized, "days_expired": tuple(expired)})
 
 
+def source_days(context: SourceContext) -> list[datetime.date]:
+    """Returns the days of a source in order. Raises as `extract`."""
+    with SourceReader(context) as reader:
+        known = learn(reader, Inventory.read(inventory_path(context)), lambda sentence: None)
+    return sorted({day for one in known.rows.values() for day in one.days})
+
+
 def _plan_days(ingest: _Ingest) -> _Plan:
-    """Sorts the days of the source by what the table has of them, and attributes outcomes to those that are due."""
-    rows, context = ingest.rows, ingest.context
-    days, lines = survey(rows, context, ingest.config.order_by)
+    """Sorts the days of the source by what the table has of them, and opens those that are due."""
+    context = ingest.context
+    days = list_days(ingest.inventory, context, ingest.reader.files, ingest.config.order_by)
     stored, there = context.warehouse.written_days(context.table), context.warehouse.whole_days(context.table)
     first = first_kept({*stored, *(day.day for day in days)}, context.events)
     wanted = [day for day in select_days(days, context.only, context.place("path")) if day.day >= first]
@@ -238,14 +253,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         "sources": note_states(joined, context.root, context.warehouse) if left else {},
     }
     due = [replace(day, note=day.note.model_copy(update=noted)) for day in left if day not in held_back]
-    if rows.join is not None and due:
-        rows.join.attribute(rows.view, days_condition(due))
-    if context.events is not None and due:
-        _warn_of_anonymous(ingest, context.events.key, due)
-    if context.events is not None and context.events.unique is None and due:
-        _warn_of_repeated(ingest, context.place("unique"), due)
-    if due and (rows.join is not None or context.source.unlabelled == "skip" or context.events is not None):
-        due = [day for day in count_left_out(rows, due) if day.kept or day.day in stored]
+    rows, order, due = _open_due(ingest, due, stored) if due else (None, "", due)
     return _Plan(
         wanted=wanted,
         due=due,
@@ -258,26 +266,56 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         held_identities=held_identities,
         definition=days[0].note.definition,
         first=first,
-        lines=lines,
+        rows=rows,
+        order=order,
         elsewhere=0 if context.only else sum(day >= first for day in there - {day.day for day in days}),
     )
 
 
-def _warn_of_anonymous(ingest: _Ingest, key: Sequence[str], due: Sequence[SourceDay]) -> None:
+def _open_due(
+    ingest: _Ingest, due: Sequence[SourceDay], stored: Collection[datetime.date]
+) -> tuple[OpenSource, str, list[SourceDay]]:
+    """Opens the rows of the due days and gives them their labels.
+
+    Returns:
+        The rows, their order, and the days that have rows to keep or that the table has.
+    """
+    context = ingest.context
+    rows = ingest.open(due)
+    order = order_clause(rows, ingest.config.order_by)
+    if rows.left_out:
+        named = ", ".join(f"{name} ({kind})" for name, kind in rows.left_out.items())
+        ingest.warn(f"columns left out, which the warehouse has no type for and no feature reads: {named}")
+    for note in rows.notes:
+        ingest.warn(note)
+    _verify_files(rows, due, context)
+    if rows.join is not None:
+        rows.join.attribute(rows.view, days_condition(due))
+    if context.events is not None:
+        _warn_of_anonymous(ingest, rows, context.events.key, due)
+        if context.events.unique is None:
+            _warn_of_repeated(ingest, rows, context.place("unique"), due)
+    if rows.join is not None or context.source.unlabelled == "skip" or context.events is not None:
+        due = count_left_out(rows, due)
+        return rows, order, [day for day in due if day.kept or day.day in stored]
+    return rows, order, list(due)
+
+
+def _warn_of_anonymous(ingest: _Ingest, rows: OpenSource, key: Sequence[str], due: Sequence[SourceDay]) -> None:
     """Says how many events are left out because they lack a key."""
-    found = count_rows(ingest.rows.connection, ingest.rows.view, f"{ANONYMOUS} AND {days_condition(due)}")
+    found = count_rows(rows.connection, rows.view, f"{ANONYMOUS} AND {rows_of_days(rows, due)}")
     if found:
-        rows = sum(day.rows for day in due)
-        ingest.warn(f"{found:,} of {rows:,} events of the days to write have no {' or '.join(key)} and are left out")
+        total = sum(day.rows for day in due)
+        ingest.warn(f"{found:,} of {total:,} events of the days to write have no {' or '.join(key)} and are left out")
 
 
-def _warn_of_repeated(ingest: _Ingest, key: str, due: Sequence[SourceDay]) -> None:
+def _warn_of_repeated(ingest: _Ingest, rows: OpenSource, key: str, due: Sequence[SourceDay]) -> None:
     """Warns of events that the log may have delivered more than once."""
-    found = count_repeated(ingest.rows.connection, ingest.rows.view, days_condition(due))
+    found = count_repeated(rows.connection, rows.view, rows_of_days(rows, due))
     if found:
-        rows = sum(day.rows for day in due)
+        total = sum(day.rows for day in due)
         ingest.warn(
-            f"{found:,} of {rows:,} events repeat another one in all columns, and count twice. If the log delivers"
+            f"{found:,} of {total:,} events repeat another one in all columns, and count twice. If the log delivers"
             f" events more than once, set {key} to the columns that tell them apart, or to *."
         )
 
@@ -285,7 +323,7 @@ def _warn_of_repeated(ingest: _Ingest, key: str, due: Sequence[SourceDay]) -> No
 def _verify_files(rows: OpenSource, due: Sequence[SourceDay], context: SourceContext) -> None:
     """Compares the files of the due days with their checksums, if they have some."""
     wanted = {name for day in due for name in day.files}
-    for file in rows.files:
+    for file in rows.files.rows:
         if rows.read[file].form == "parquet" and address_of(file) in wanted:
             verify_pages(file, context.warehouse.config.catalog)
 
@@ -309,10 +347,10 @@ def _refuse_other_declaration(context: SourceContext, definition: str) -> None:
 
 
 def _refuse_bad_days(ingest: _Ingest, days: Sequence[SourceDay]) -> None:
-    rows, max_share = ingest.rows, ingest.config.max_quarantined_share
+    max_share = ingest.config.max_quarantined_share
     bad = [day for day in days if day.refused > max_share * day.rows or day.refused == day.rows]
     if bad:
-        reasons = count_refused(rows, bad)
+        reasons = count_refused(ingest.open(bad), bad)
         remedy = "Correct the source, or raise ingest.max_quarantined_share."
         if any(reason.startswith("label is not a number") for reason in reasons):
             remedy = f"Name the value that counts as 1, such as source.positive=yes. {remedy}"
@@ -331,18 +369,22 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, Ch
     Returns:
         The statistics, or None if no day is due, and the result of the checks.
     """
-    rows, context, checks = ingest.rows, ingest.context, ingest.config.checks
-    rewritten = any(day.day in plan.stored for day in plan.due)
-    maps = maps_of(column_types(rows.connection, rows.view))
-    labelled = context.label is not None
-    numbers = number_columns(context.schema, rows.columns, context.outcome_columns, maps) if labelled else set()
+    rows, context, checks = plan.rows, ingest.context, ingest.config.checks
+
+    def numbers(types: Mapping[str, str]) -> set[str]:
+        names = [name for name in types if not name.startswith("__")]
+        labelled = context.label is not None
+        return number_columns(context.schema, names, context.outcome_columns, maps_of(types)) if labelled else set()
+
     if ingest.config.profile:
-        repair_profile(rows.connection, context.warehouse, context.table, plan.unchanged, numbers, ingest.warn)
-    if not plan.due:
+        limits = duckdb_limits(context.memory_bytes)
+        repair_profile(context.warehouse, context.table, plan.unchanged, numbers, ingest.warn, limits)
+    if rows is None or not plan.due:
         return None, CheckResult()
+    rewritten = any(day.day in plan.stored for day in plan.due)
     due = {day.day: day for day in plan.due}
-    rows_view = rows.create_good_view(days_condition(plan.due))
-    unmatched = _find_unmatched(ingest, plan, rows_view)
+    rows_view = rows.create_good_view(rows_of_days(rows, plan.due))
+    unmatched = _find_unmatched(ingest, plan, rows, rows_view)
 
     def find(day: datetime.date, statistics: Columns) -> list[CheckFinding]:
         of_day = [one.model_copy(update={"day": day}) for one in unmatched]
@@ -354,7 +396,7 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, Ch
         counts={day.day: day.kept for day in plan.due},
         open={day.day for day in plan.due if day.note.open},
         label=context.label,
-        numbers=numbers,
+        numbers=numbers(column_types(rows.connection, rows.view)),
         features=context.schema.named_columns() if isinstance(context.schema, FeatureSchema) else (),
         all_columns=ingest.config.profile,
     )
@@ -364,13 +406,13 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, Ch
     return profiled, profiled.checked
 
 
-def _find_unmatched(ingest: _Ingest, plan: _Plan, view: str) -> list[CheckFinding]:
+def _find_unmatched(ingest: _Ingest, plan: _Plan, rows: OpenSource, view: str) -> list[CheckFinding]:
     """Returns what the rows of all due days together match nearly nothing of, as broken rules of the first day.
 
     Args:
         view: The rows to write.
     """
-    rows, context, checks = ingest.rows, ingest.context, ingest.config.checks
+    context, checks = ingest.context, ingest.config.checks
     outcome, least = checks.unmatched, checks.matched_share
     if outcome == "off":
         return []
@@ -413,8 +455,8 @@ def _find_losses(
     if day not in plan.stored or outcome == "off":
         return []
     generated, config = context.source.generator is not None, ingest.config.checks
-    columns, rows = plan.materialization.columns_of(day), ingest.rows
-    there = {path.name for path in rows.files}, {path.name for path in rows.outcomes}
+    columns, files = plan.materialization.columns_of(day), ingest.reader.files
+    there = {path.name for path in files.rows}, {path.name for path in files.outcomes}
     lost = find_losses(due[day], plan.stored[day], new, columns, config, context.label, generated, there)
     return [
         CheckFinding(day=day, rule="losses", outcome=outcome, column=column, expected=expected, got=got)
@@ -425,9 +467,9 @@ def _find_losses(
 def _move_held_back(ingest: _Ingest, plan: _Plan, broken: Sequence[SourceDay]) -> None:
     """Writes the days that broke a rule into the table of held-back days; all others leave it."""
     warehouse, table = ingest.context.warehouse, ingest.context.table
-    if broken:
+    if broken and plan.rows is not None:
         held = [replace(day, identity=plan.held_identities[day.day]) for day in broken]
-        write_days(ingest.rows, warehouse, table, held, ingest.order, held_back_name(table))
+        write_days(plan.rows, warehouse, table, held, plan.order, held_back_name(table))
     stay = {day.day for day in [*broken, *plan.held_back]}
     release_days(warehouse, table, [day.day for day in plan.wanted if day.day not in stay])
 
@@ -440,13 +482,15 @@ def _warn_of_overwritten(ingest: _Ingest, days: Sequence[datetime.date]) -> None
         )
 
 
-def _write_days(ingest: _Ingest, days: Sequence[SourceDay], profiled: CheckedProfile | None) -> None:
+def _write_days(ingest: _Ingest, plan: _Plan, days: Sequence[SourceDay], profiled: CheckedProfile | None) -> None:
     """Writes days group by group, and the statistics of each group after its rows."""
+    if plan.rows is None:
+        return
     warehouse, table = ingest.context.warehouse, ingest.context.table
     total, written = sum(day.kept for day in days), 0
     for group in group_days(days, ingest.config.rows_per_commit):
         on_rows = partial(_report_from, ingest.report, written, total)
-        write_days(ingest.rows, warehouse, table, group, ingest.order, table, on_rows)
+        write_days(plan.rows, warehouse, table, group, plan.order, table, on_rows)
         store_profile(warehouse, table, profiled, {day.day: day.identity for day in group})
         written += sum(day.kept for day in group)
 
@@ -476,7 +520,7 @@ def _materialize_days(ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay])
 def _result(
     ingest: _Ingest, plan: _Plan, passed: Sequence[SourceDay], broken: Sequence[SourceDay], checked: CheckResult
 ) -> IngestResult:
-    rows, due = ingest.rows, [*passed, *broken]
+    rows, due = plan.rows, [*passed, *broken]
     touched = {*(day.day for day in [*due, *plan.held_back]), *plan.changed}
     snapshot = ingest.context.warehouse.current(ingest.context.table)
     noted = day_notes(ingest.context.warehouse, snapshot)
@@ -485,20 +529,22 @@ def _result(
         rows=sum(day.kept for day in passed),
         days_written=tuple(day.day for day in passed),
         days_skipped=tuple(day.day for day in plan.wanted if day.day not in touched),
-        quarantined=count_refused(rows, due),
-        unmatched={
-            path: count_rows(rows.connection, rows.view, f"{column} IS NULL AND {days_condition(passed)}")
+        quarantined={} if rows is None else count_refused(rows, due),
+        unmatched=dict.fromkeys((one.path for one in ingest.context.source.lookups), 0)
+        if rows is None
+        else {
+            path: count_rows(rows.connection, rows.view, f"{column} IS NULL AND {rows_of_days(rows, passed)}")
             for path, column in rows.unmatched
         },
         days_elsewhere=plan.elsewhere,
-        outcomes=rows.join.count_outcomes() if rows.join is not None and due else {},
+        outcomes=rows.join.count_outcomes() if rows is not None and rows.join is not None and due else {},
         by_day={
             day.day: DayRows(
                 rows=day.rows, written=day.kept, quarantined=day.refused, left_out=day.left_out, open=day.note.open
             )
             for day in passed
         },
-        files=account(plan.lines, passed, broken, rows.names),
+        files=account(ingest.inventory, ingest.reader.opened, passed, broken),
         days_changed=tuple(plan.changed),
         days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
         days_open=tuple(day.day for day in plan.wanted if day.note.open),

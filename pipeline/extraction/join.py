@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import duckdb
 from pydantic import BaseModel
@@ -13,8 +14,9 @@ from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
 from pipeline.extraction.sources import check_keys, create_view, has_zone
 from storage.arrow import differing_clocks
 from storage.query import column_types, quote
-from storage.reader import DAY
 
+OUTCOMES = "outcomes"
+"""View of the outcome log."""
 KEY, SHOWN, REASON, LEFT_OUT = "__key", "__shown", "__unjoinable", "__left_out"
 """Columns of the joined view: impression, its time, why it is refused, and whether downsampling leaves it out."""
 REPEATED = "impression is repeated"
@@ -39,7 +41,7 @@ class LabelJoin(BaseModel, frozen=True):
     early: int = 0
     """Outcomes before the impression."""
     unmatched: int = 0
-    """Outcomes without a time, or of an impression that the feature log lacks; counted over the whole outcome log."""
+    """Outcomes without a time, or of an impression that the feature log lacks; counted over the outcome files read."""
 
 
 class Join:
@@ -54,6 +56,7 @@ class Join:
         label: `features.label`.
         formats: `source.date_format`.
         unit: `source.day_unit`.
+        known: Column -> its type in files of the outcome log that are not opened.
     Raises:
         ConfigError: If a column is missing or has the wrong type, or the feature log has a column that the join adds.
     """
@@ -67,12 +70,15 @@ class Join:
         label: str,
         formats: Sequence[str] = (),
         unit: str | None = None,
+        known: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.connection, self.source, self.config = connection, source, outcomes
         self.made = outcomes.labels_by_column(label)
         times = [outcomes.outcome_time]
         where = "source.outcomes.path"
-        create_view(connection, "outcomes", files, where, times=times, formats=formats, unit=unit, clocks=times)
+        create_view(
+            connection, OUTCOMES, files, where, times=times, formats=formats, unit=unit, clocks=times, known=known
+        )
         self._check(label)
         self.key, self.time = quote(outcomes.on), quote(outcomes.outcome_time)
         self.shown = quote(outcomes.feature_time)
@@ -106,36 +112,19 @@ class Join:
             f" LEFT JOIN repeated r ON r.file = s.{FILE} AND r.row = s.{ROW}"
         )
 
-    def mark_repeated(self) -> None:
-        """Marks the rows of impressions that the feature log repeats, except the first in time."""
-        self.connection.execute(
-            f"INSERT INTO repeated SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, row_number() OVER"
-            f" (PARTITION BY {self.key} ORDER BY {self.shown}, {FILE}, {ROW}) AS number FROM {self.source} WHERE"
-            f" {self.key} IN (SELECT {self.key} FROM {self.source} GROUP BY 1 HAVING count(*) > 1)) WHERE number > 1"
-        )
-
-    def windows_by_day(self, samples: str) -> dict[datetime.date, tuple[list[str], bool]]:
-        """Returns day -> (files of the outcome log that may hold an outcome of its impressions, whether it is open).
-
-        The times in the log decide both. A day is open until an outcome is as late as the end of the longest window of
-        its last impression. Outcomes from the future are errors and close no day. Where times are local and ahead of
-        UTC, days close by so much later.
+    def mark_repeated(self, seconds: int) -> None:
+        """Marks the rows of impressions that the feature log repeats, except the first in time.
 
         Args:
-            samples: View of the samples.
+            seconds: How long before a row another one may lie that it repeats.
         """
-        now = datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
-        end = f"d.last + to_seconds({self.config.longest_seconds})"
-        rows = self.connection.sql(
-            f"WITH files AS (SELECT {FILE} AS file, min({self.time}) AS first, max({self.time}) AS last,"
-            f" max({self.time}) FILTER ({self.time} <= TIMESTAMP '{now}') AS seen FROM outcomes GROUP BY 1),"
-            f" days AS (SELECT {DAY} AS day, min({SHOWN}) AS first, max({SHOWN}) AS last FROM {samples}"
-            f" WHERE {REASON} IS NULL GROUP BY 1)"
-            f" SELECT d.day, list(f.file ORDER BY f.file) FILTER (f.file IS NOT NULL),"
-            f" coalesce(any_value({end}) > (SELECT max(seen) FROM files), true)"
-            f" FROM days d LEFT JOIN files f ON f.last >= d.first AND f.first < {end} GROUP BY 1"
-        ).fetchall()
-        return {day: (files or [], is_open) for day, files, is_open in rows}
+        order = f"OVER (PARTITION BY {self.key} ORDER BY {self.shown}, {FILE}, {ROW})"
+        self.connection.execute(
+            f"INSERT INTO repeated SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, {self.shown} AS shown,"
+            f" lag({self.shown}) {order} AS earlier FROM {self.source} WHERE"
+            f" {self.key} IN (SELECT {self.key} FROM {self.source} GROUP BY 1 HAVING count(*) > 1))"
+            f" WHERE shown <= earlier + to_seconds({seconds})"
+        )
 
     def attribute(self, samples: str, days: str) -> None:
         """Finds the outcomes of the impressions of some days. From then on the view has their labels.

@@ -7,29 +7,28 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import duckdb
 import pyarrow as pa
 
 from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values
-from pipeline.data.formats.reading import ReadableFile, first_line, readable_files, readable_names
-from pipeline.data.formats.types import ISO_DATE
-from pipeline.data.profile import rows_of
+from pipeline.data.formats.reading import Decoder, ReadableFile, first_line, readable_names
+from pipeline.data.formats.types import FILE, ISO_DATE, ROW
 from pipeline.errors import DataError
-from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig
+from pipeline.extraction.config import REPEAT_DAYS, EventTable, LabelColumns, SideTable, SourceConfig
 from pipeline.extraction.generator.logs import write_logs
-from pipeline.extraction.join import KEY, LEFT_OUT, REASON, SHOWN, Join
+from pipeline.extraction.join import KEY, LEFT_OUT, OUTCOMES, REASON, SHOWN, Join
 from pipeline.extraction.samples import GOOD, OTHER_TYPE, add_event_types, add_types, unstorable_columns
 from pipeline.extraction.sources import create_view, find_invalid_utf8, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list, is_text
 from storage.names import Format
 from storage.objects import ObjectFile, store_failure
-from storage.query import connect
+from storage.query import column_types, connect
 from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
 
@@ -37,6 +36,9 @@ MEMORY = "25%"
 """Share of the machine's memory that DuckDB may use. Larger joins and sorts spill to disk."""
 THREAD_BYTES = 128 << 20
 """Memory that each of DuckDB's threads needs at least."""
+
+SOURCE = "source"
+"""View of the rows as the files have them."""
 
 Report = Callable[[str, int, int], None]
 """Called with (what, done, total) while rows are generated or written."""
@@ -62,6 +64,8 @@ class SourceContext:
     """`ingest.memory_bytes`."""
     events: EventTable | None = None
     """Set if the rows are events of a log. They have no label."""
+    repeat_days: int = REPEAT_DAYS
+    """`ingest.repeat_days`."""
 
     @property
     def label(self) -> str | None:
@@ -81,6 +85,11 @@ class SourceContext:
         found |= {source.outcomes.feature_time if source.outcomes else None, events.time if events else None}
         return {name for name in found if name is not None}
 
+    @property
+    def repeat_seconds(self) -> int:
+        """How long before a row another one may lie that it repeats."""
+        return self.repeat_days * 86_400
+
     def place(self, key: str) -> str:
         """Returns a key of the source as the config has it: an event table has other names for some."""
         if self.events is None:
@@ -97,17 +106,40 @@ class SourceContext:
 
 
 @dataclass(frozen=True)
+class SourceFiles:
+    """Files of a source."""
+
+    rows: Sequence[SourceFile]
+    """Of the samples, or of the feature log."""
+    outcomes: Sequence[SourceFile]
+    """Of the outcome log."""
+    lookups: Mapping[SideTable, Sequence[SourceFile]]
+
+    def all(self) -> list[SourceFile]:
+        """Returns the files of all kinds."""
+        return [*self.rows, *self.outcomes, *(file for files in self.lookups.values() for file in files)]
+
+    def covers(self, other: "SourceFiles") -> bool:
+        """Tells whether it has all rows and outcomes of another."""
+        return {*other.rows} <= {*self.rows} and {*other.outcomes} <= {*self.outcomes}
+
+
+@dataclass(frozen=True)
+class KnownTypes:
+    """Types that columns have in files that are not opened."""
+
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """Column of the samples, or of the feature log -> DuckDB's type."""
+    outcomes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RawSource:
     """Rows as the files have them."""
 
     connection: duckdb.DuckDBPyConnection
     view: str
-    files: list[SourceFile]
-    """Files of the samples, or of the feature log."""
-    outcomes: list[SourceFile]
-    """Files of the outcome log."""
-    lookups: list[SourceFile]
-    """Files of the side tables."""
+    files: SourceFiles
     read: Mapping[SourceFile, ReadableFile]
     """File -> the file that its rows are read from."""
     numbered: bool
@@ -123,12 +155,8 @@ class OpenSource:
     connection: duckdb.DuckDBPyConnection
     view: str
     """View made by `add_types`."""
-    files: list[SourceFile]
-    """Files of the samples, or of the feature log."""
-    outcomes: list[SourceFile]
-    """Files of the outcome log."""
-    lookups: list[SourceFile]
-    """Files of the side tables."""
+    files: SourceFiles
+    """The files that are open."""
     read: Mapping[SourceFile, ReadableFile]
     """File -> the file that its rows are read from."""
     join: Join | None
@@ -147,7 +175,15 @@ class OpenSource:
     @property
     def names(self) -> dict[str, str]:
         """File that rows are read from -> the file of the source, whose copy it may be."""
-        return {address_of(self.read[file].read): address_of(file) for file in self.files}
+        files = [*self.files.rows, *self.files.outcomes]
+        return {address_of(self.read[file].read): address_of(file) for file in files}
+
+    @property
+    def types(self) -> KnownTypes:
+        """Types of the columns as the files have them."""
+        logs = {} if self.join is None else column_types(self.connection, OUTCOMES)
+        views = column_types(self.connection, SOURCE), logs
+        return KnownTypes(*({name: kind for name, kind in one.items() if name not in (FILE, ROW)} for one in views))
 
     def create_good_view(self, where: str) -> str:
         """Creates a view of the rows to write that meet a condition, and returns its name."""
@@ -155,73 +191,123 @@ class OpenSource:
         return "good"
 
 
-@contextmanager
-def open_source_rows(
-    context: SourceContext, report: Report = lambda what, done, total: None, numbered: bool = False
-) -> Iterator[OpenSource]:
-    """Opens the samples of a source. Those of joined logs get their labels when `Join.attribute` is called.
+class SourceReader:
+    """Opens files of a source, as few as are needed at a time. Text and Avro are decoded once, however often opened.
 
     Args:
         numbered: Whether the order of the rows is needed even if nothing is joined.
-    Raises:
-        ConfigError: If the source lacks a column that the configuration names.
-        DataError: If values have the wrong type, or cannot be read while the source is open.
+    Attributes:
+        files: All files of the source.
+        known: Types of columns in files that will not be opened: those opened have all these columns.
     """
-    source, label, made = context.source, context.schema.label, context.outcome_columns
-    with open_raw_rows(context, report, numbered) as raw:
-        connection, view = raw.connection, raw.view
-        unmatched = [(lookup.path, f"__matched_{i}") for i, lookup in enumerate(source.lookups)]
-        join, columns = None, [column for _, column in unmatched]
-        if source.outcomes is not None:
-            logged = [raw.read[file] for file in raw.outcomes]
-            join = Join(connection, view, source.outcomes, logged, label, source.date_format or (), source.day_unit)
-            join.mark_repeated()
-            view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
-        stored = _stored_types(context.warehouse, context.table)
-        left = unstorable_columns(connection, view, context.schema, made) if context.events is None else {}
-        if context.events is None:
-            samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, stored)
-        else:
-            samples = add_event_types(connection, view, context.events, context.place, raw.numbered, stored)
-        notes = [*raw.notes, *([join.clocks] if join is not None and join.clocks else [])]
-        yield OpenSource(
-            connection, samples, raw.files, raw.outcomes, raw.lookups, raw.read, join, unmatched, left, notes
-        )  # fmt: skip
+
+    def __init__(
+        self, context: SourceContext, report: Report = lambda what, done, total: None, numbered: bool = False
+    ) -> None:
+        source = context.source
+        rows, outcomes = _find_files(context, report)
+        lookups = {one: context.find(one.path, "source.lookups path") for one in source.lookups}
+        self.context, self.files, self.known = context, SourceFiles(rows, outcomes, lookups), KnownTypes()
+        unique = context.events is not None and context.events.unique is not None
+        self.numbered = bool(lookups or source.outcomes or unique or numbered)
+        forms: dict[SourceFile, Format] = dict.fromkeys(self.files.all(), "auto")
+        forms |= dict.fromkeys(rows, source.format)
+        place, limits = context.warehouse.home / "tmp", duckdb_limits(context.memory_bytes)
+        self._decoder = Decoder(forms, place, context.warehouse.config.catalog, limits, report)
+        self._stack = ExitStack()
+        self._open: OpenSource | None = None
+        self._ever: set[SourceFile] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with self._decoder:
+            self._stack.__exit__(*error)
+
+    def decode(self, files: Sequence[SourceFile]) -> dict[SourceFile, ReadableFile]:
+        """Returns file -> the file that its rows are read from."""
+        return self._decoder.read(files)
+
+    @property
+    def opened(self) -> int:
+        """Number of files of rows and outcomes that were opened."""
+        return len(self._ever)
+
+    def rows(self, files: SourceFiles) -> OpenSource:
+        """Returns an open source with at least these files, as `open`. It closes the one that was open before."""
+        if self._open is None or not self._open.files.covers(files):
+            self._stack.close()
+            self._open = self._stack.enter_context(self.open(files))
+            self._ever |= {*files.rows, *files.outcomes}
+        return self._open
+
+    @contextmanager
+    def open_raw(self, files: SourceFiles) -> Iterator[RawSource]:
+        """Opens rows as the files have them, side tables joined."""
+        context, source = self.context, self.context.source
+        read = self._decoder.read(files.all())
+        with _connection(list(read.values()), context) as connection:
+            times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
+            create_view(
+                connection, SOURCE, [read[file] for file in files.rows], context.place("path"), self.numbered, times,
+                source.date_format or (), source.day_unit, source.rename,
+                stored_types(context.warehouse, context.table), context.clocks, self.known.rows,
+            )  # fmt: skip
+            tables = [(one, [read[file] for file in paths]) for one, paths in files.lookups.items()]
+            view, notes = join_side_tables(connection, SOURCE, tables, source.rename) if tables else (SOURCE, [])
+            yield RawSource(connection, view, files, read, self.numbered, notes)
+
+    @contextmanager
+    def open(self, files: SourceFiles) -> Iterator[OpenSource]:
+        """Opens samples. Those of joined logs get their labels when `Join.attribute` is called.
+
+        Raises:
+            ConfigError: If the source lacks a column that the configuration names.
+            DataError: If values have the wrong type, or cannot be read while the source is open.
+        """
+        context, source = self.context, self.context.source
+        with self.open_raw(files) as raw:
+            connection, view = raw.connection, raw.view
+            unmatched = [(lookup.path, f"__matched_{i}") for i, lookup in enumerate(source.lookups)]
+            join, columns = None, [column for _, column in unmatched]
+            if source.outcomes is not None:
+                logged = [raw.read[file] for file in files.outcomes]
+                join = Join(
+                    connection, view, source.outcomes, logged, context.schema.label, source.date_format or (),
+                    source.day_unit, self.known.outcomes,
+                )  # fmt: skip
+                join.mark_repeated(context.repeat_seconds)
+                view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
+            stored = stored_types(context.warehouse, context.table)
+            if context.events is None:
+                made = context.outcome_columns
+                left = unstorable_columns(connection, view, context.schema, made)
+                samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, stored)
+            else:
+                left = {}
+                samples = add_event_types(
+                    connection, view, context.events, context.place, raw.numbered, context.repeat_seconds, stored
+                )
+            notes = [*raw.notes, *([join.clocks] if join is not None and join.clocks else [])]
+            yield OpenSource(connection, samples, files, raw.read, join, unmatched, left, notes)
 
 
 @contextmanager
-def open_raw_rows(
-    context: SourceContext, report: Report = lambda what, done, total: None, numbered: bool = False
-) -> Iterator[RawSource]:
-    """Opens the rows of a source as its files have them, side tables joined.
-
-    Args:
-        numbered: Whether the order of the rows is needed even if nothing is joined.
-    """
-    source = context.source
-    files, outcomes = _find_files(context, report)
-    lookups = [(lookup, context.find(lookup.path, "source.lookups path")) for lookup in source.lookups]
-    sides = [path for _, paths in lookups for path in paths]
-    forms: dict[SourceFile, Format] = dict.fromkeys([*outcomes, *sides], "auto")
-    forms |= dict.fromkeys(files, source.format)
-    properties, limits = context.warehouse.config.catalog, duckdb_limits(context.memory_bytes)
-    with (
-        readable_files(forms, context.warehouse.home / "tmp", properties, limits, report) as read,
-        _connection(list(read.values()), context) as connection,
-    ):
-        numbered = bool(lookups or source.outcomes or numbered)
-        times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
-        formats = source.date_format or ()
-        create_view(
-            connection, "source", [read[file] for file in files], context.place("path"), numbered, times, formats,
-            source.day_unit, source.rename, _stored_types(context.warehouse, context.table), context.clocks,
-        )  # fmt: skip
-        tables = [(lookup, [read[file] for file in paths]) for lookup, paths in lookups]
-        view, notes = join_side_tables(connection, "source", tables, source.rename) if lookups else ("source", [])
-        yield RawSource(connection, view, files, outcomes, sides, read, numbered, notes)
+def open_source_rows(context: SourceContext) -> Iterator[OpenSource]:
+    """Opens all samples of a source, as `SourceReader.open`."""
+    with SourceReader(context) as reader, reader.open(reader.files) as rows:
+        yield rows
 
 
-def _stored_types(warehouse: Warehouse, table: str) -> dict[str, str]:
+@contextmanager
+def open_raw_rows(context: SourceContext) -> Iterator[RawSource]:
+    """Opens all rows of a source as its files have them, side tables joined."""
+    with SourceReader(context) as reader, reader.open_raw(reader.files) as raw:
+        yield raw
+
+
+def stored_types(warehouse: Warehouse, table: str) -> dict[str, str]:
     """Returns column -> DuckDB's type of it in the table, or of its items. Empty: there is no table."""
     if not warehouse.has_table(table):
         return {}
@@ -238,12 +324,6 @@ def _duckdb_type(kind: pa.DataType) -> str | None:
     if pa.types.is_integer(kind):
         return "BIGINT"
     return {pa.float32(): "FLOAT", pa.float64(): "DOUBLE"}.get(kind)
-
-
-def source_days(context: SourceContext) -> list[datetime.date]:
-    """Returns the days of a source in order. Raises as `open_source_rows`."""
-    with open_source_rows(context) as rows:
-        return sorted(rows_of(rows.connection, rows.view))
 
 
 def duckdb_limits(memory_bytes: int | None) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import datetime
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
@@ -17,13 +19,15 @@ from pipeline.data.profile import (
     profile_name,
     profiles,
     store,
+    types_of,
 )
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, KnownDays, check, columns_of_day, rows_of_day
 from pipeline.extraction.config import ChecksConfig, Rule
 from storage.names import TRAILING_DAYS
-from storage.query import column_types, quote
+from storage.query import column_types, connect, quote
 from storage.reader import DAY
+from storage.scratch import ScratchFolder
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
@@ -142,32 +146,39 @@ def store_profile(
 
 
 def repair_profile(
-    connection: duckdb.DuckDBPyConnection,
     warehouse: Warehouse,
     table: str,
     unchanged: Mapping[datetime.date, str],
-    numbers: Collection[str],
+    numbers: Callable[[Mapping[str, str]], Collection[str]],
     warn: Warn,
+    limits: Mapping[str, Any],
 ) -> None:
     """Measures days of the table again if their stored statistics are older: an ingest ended between the two writes.
 
     Args:
         unchanged: Day of the table -> identity of what was written.
-        numbers, warn: As in `profile_days`.
+        numbers: Column -> its type; returns `numbers` of `NewDays`.
+        warn: As in `profile_days`.
+        limits: Memory and threads of DuckDB, as arguments of `connect`.
     """
     name = profile_name(table)
     known = warehouse.day_identities(name) if warehouse.has_table(name) else {}
     stale = sorted(day for day, identity in unchanged.items() if known.get(day) != identity)
-    for start in range(0, len(stale), DAYS_AT_ONCE):
-        days = {day: unchanged[day] for day in stale[start : start + DAYS_AT_ONCE]}
-        try:
-            measured = measure_days(connection, warehouse, warehouse.current(table), days, numbers)
-        except duckdb.Error as error:
-            warn(f"stored days of table '{table}' could not be measured: {first_line(error)}")
-            store_profile(warehouse, table, None, days)
-            continue
-        earlier = profiles(warehouse, table, days_before(warehouse, table, days, TRAILING_DAYS))
-        store(warehouse, table, add_drift(measured, earlier), days)
+    if not stale:
+        return
+    with ScratchFolder("profile-", warehouse.home / "tmp") as folder, connect([], Path(folder), **limits) as connection:
+        reader = warehouse.reader(warehouse.current(table), warehouse.schema(warehouse.current(table)).names)
+        counted = numbers(types_of(connection, reader.empty()))
+        for start in range(0, len(stale), DAYS_AT_ONCE):
+            days = {day: unchanged[day] for day in stale[start : start + DAYS_AT_ONCE]}
+            try:
+                measured = measure_days(connection, warehouse, warehouse.current(table), days, counted)
+            except duckdb.Error as error:
+                warn(f"stored days of table '{table}' could not be measured: {first_line(error)}")
+                store_profile(warehouse, table, None, days)
+                continue
+            earlier = profiles(warehouse, table, days_before(warehouse, table, days, TRAILING_DAYS))
+            store(warehouse, table, add_drift(measured, earlier), days)
 
 
 def release_days(warehouse: Warehouse, table: str, days: Collection[datetime.date]) -> None:

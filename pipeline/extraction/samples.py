@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import duckdb
 
-from pipeline.data.formats.types import FILE, ISO_DAY, ROW
+from pipeline.data.formats.types import FILE, ISO_DAY, ROW, as_text, is_number
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig, refuse_outcomes
 from pipeline.extraction.join import LEFT_OUT, REASON
@@ -138,12 +138,14 @@ def add_event_types(
     events: EventTable,
     place: Callable[[str], str],
     numbered: bool,
+    repeat_seconds: int,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Creates a view of events as stored, as `add_types`. They have no label. Those that lack a key are left out.
 
     Args:
         place: Key of the config -> where errors say that it is.
+        repeat_seconds: How long before an event another one may lie that it repeats.
     """
     types = column_types(connection, view)
     names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
@@ -175,7 +177,8 @@ def add_event_types(
     date = _day(time, types[time], None)
     left_out = anonymous = " OR ".join(f"{quote(name)} IS NULL" for name in keys)
     if events.unique is not None:
-        _mark_repeated(connection, view, resolve(events.unique, names, place("unique")), "*" in events.unique)
+        columns = resolve(events.unique, names, place("unique"))
+        _mark_repeated(connection, view, columns, "*" in events.unique, time, repeat_seconds)
         left_out = f"{anonymous} OR ({FILE}, {ROW}) IN (SELECT (file, row) FROM repeated_rows)"
     made = f"{date} AS {DAY}, ({left_out}) AS {LEFT_OUT}, ({anonymous}) AS {ANONYMOUS}"
     connection.execute(
@@ -186,19 +189,23 @@ def add_event_types(
     return "samples"
 
 
-def _mark_repeated(connection: duckdb.DuckDBPyConnection, view: str, columns: Sequence[str], nulls: bool) -> None:
+def _mark_repeated(
+    connection: duckdb.DuckDBPyConnection, view: str, columns: Sequence[str], nulls: bool, time: str, seconds: int
+) -> None:
     """Lists the rows that repeat an earlier one in some columns, in the table repeated_rows.
 
     Args:
         nulls: Whether nulls are equal. Else a row with a null repeats none.
+        seconds: How long before a row, by the column `time`, another one may lie that it repeats.
     """
-    listed = ", ".join(map(quote, columns))
+    listed, at = ", ".join(map(quote, columns)), quote(time)
     known = "true" if nulls else " AND ".join(f"{quote(name)} IS NOT NULL" for name in columns)
     several = f"SELECT hash({listed}) FROM {view} WHERE {known} GROUP BY 1 HAVING count(*) > 1"
-    numbered = f"row_number() OVER (PARTITION BY {listed} ORDER BY {FILE}, {ROW}) AS number"
+    order = f"OVER (PARTITION BY {listed} ORDER BY {at}, {FILE}, {ROW})"
     connection.execute(
-        f"CREATE TABLE repeated_rows AS SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, {numbered}"
-        f" FROM {view} WHERE {known} AND hash({listed}) IN ({several})) WHERE number > 1"
+        f"CREATE TABLE repeated_rows AS SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, {at} AS moment,"
+        f" lag({at}) {order} AS earlier FROM {view} WHERE {known} AND hash({listed}) IN ({several}))"
+        f" WHERE moment <= earlier + to_seconds({seconds})"
     )
 
 
@@ -453,8 +460,8 @@ def _type_decimals(connection: duckdb.DuckDBPyConnection, view: str, types: Mapp
 def _fit(name: str, item: str, stored: str | None) -> str | None:
     """SQL of a column of numbers in the other type that the table has. None: its own type is that of the table."""
     column, decimal = quote(name), item.startswith("DECIMAL")
-    if stored == "VARCHAR" and decimal:
-        return f"CAST({column} AS VARCHAR)"
+    if stored == "VARCHAR" and is_number(item):
+        return as_text(name, item)
     if stored in ("FLOAT", "DOUBLE") and decimal:
         return f"CAST({column} AS {stored})"
     if stored == "BIGINT" and (decimal or item in ("FLOAT", "DOUBLE")):

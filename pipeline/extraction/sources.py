@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from pipeline.data.formats.csv import refuse_like_names
 from pipeline.data.formats.files import SourceFile, address_of, folder_values
 from pipeline.data.formats.reading import ReadableFile, explained, read_files
-from pipeline.data.formats.types import FILE, count_times, is_number, parse_times
+from pipeline.data.formats.types import FILE, NOTHING, count_times, is_number, parse_times
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import SideTable
 from storage.arrow import differing_clocks
@@ -36,6 +36,7 @@ def create_view(
     rename: Mapping[str, str] = MappingProxyType({}),
     stored: Mapping[str, str] = MappingProxyType({}),
     clocks: Collection[str] = (),
+    known: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Creates one view of all files. A column that a file lacks is null in its rows.
 
@@ -48,17 +49,18 @@ def create_view(
         clocks: Columns that something takes as a time, and not as a day alone.
         rename: `source.rename`. Columns that the files lack are passed over. The other names here are new ones.
         stored: Column -> DuckDB's type of it in the table that the rows are for.
+        known: Column -> its type in further files. The view has all of them.
     Raises:
         DataError: If a file cannot be read, or a time has none of the formats.
     """
     old = {new: given for given, new in rename.items()}
     given = [old.get(time, time) for time in times]
-    known = {old.get(column, column): kind for column, kind in stored.items()}
+    kept = {old.get(column, column): kind for column, kind in {**known, **stored}.items()}
     with explained(
         f"files of {where}, first '{files[0].file.name}'",
         "Set source.format, or correct the files." if where == "source.path" else "Correct the files.",
     ):
-        rows = read_files(connection, files, numbered, given if formats else (), known)
+        rows = read_files(connection, files, numbered, given if formats else (), kept)
         rows = _rename(_add_folders(rows, files, given), rename, where)
         kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
         parsed = [time for time, kind in kinds.items() if time in times and kind == "VARCHAR"]
@@ -69,7 +71,17 @@ def create_view(
         if unit is not None and counted:
             section = "source." if where.startswith("source.") else where.removesuffix("path")
             rows = count_times(rows, counted, unit, f"{section}day_unit")
-        rows.create_view(name)
+        _add_known(rows, known).create_view(name)
+
+
+def _add_known(rows: duckdb.DuckDBPyRelation, known: Mapping[str, str]) -> duckdb.DuckDBPyRelation:
+    """Adds the columns that only further files have, and gives those without a value the type that they have there."""
+    kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
+    nulls = {name: f"CAST(NULL AS {kind}) AS {quote(name)}" for name, kind in known.items() if kind != NOTHING}
+    replaced = [sql for name, sql in nulls.items() if kinds.get(name) == NOTHING]
+    added = [sql for name, sql in nulls.items() if name not in kinds]
+    star = f"* REPLACE ({', '.join(replaced)})" if replaced else "*"
+    return rows.select(", ".join([star, *added])) if replaced or added else rows
 
 
 def _rename(rows: duckdb.DuckDBPyRelation, rename: Mapping[str, str], where: str) -> duckdb.DuckDBPyRelation:

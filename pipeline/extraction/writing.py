@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from pipeline.data.day_notes import INGEST
 from pipeline.errors import ConfigError
-from pipeline.extraction.days import SourceDay, days_condition
+from pipeline.extraction.days import SourceDay, rows_of_days
 from pipeline.extraction.opening import OpenSource
 from pipeline.extraction.samples import GOOD
 from pipeline.transforms.schema import resolve
@@ -35,7 +35,7 @@ def order_clause(rows: OpenSource, wanted: Sequence[str]) -> str:
         if types[name].endswith("[]"):
             raise ConfigError(f"ingest.order_by '{name}'", "one value a row", "a list", "Name another column.")
     if not columns:  # DuckDB keeps the order of files, but not the order of joined rows
-        return "ORDER BY __file, __row" if rows.lookups or rows.join is not None else ""
+        return "ORDER BY __file, __row" if rows.files.lookups or rows.join is not None else ""
     return f"ORDER BY {', '.join([DAY, *map(quote, columns), '__file', '__row'])}"
 
 
@@ -65,11 +65,11 @@ def write_days(
         rows.connection.register("file_names", names)
         what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row, source_file"
         bad = f"{rows.view} s LEFT JOIN file_names ON __file = __read WHERE __reason IS NOT NULL"
-        query = f"SELECT {what} FROM {bad} AND {days_condition(days)} {order}"
+        query = f"SELECT {what} FROM {bad} AND {rows_of_days(rows, days)} {order}"
         reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
         replace_days(warehouse, quarantine, identities, reader.schema, reader, refused)
     columns = ", ".join(quote(name) for name in rows.columns)
-    query = f"SELECT {columns} FROM {rows.view} WHERE {GOOD} AND {days_condition(days)} {order}"
+    query = f"SELECT {columns} FROM {rows.view} WHERE {GOOD} AND {rows_of_days(rows, days)} {order}"
     reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
     kept = sum(day.kept for day in days)
     notes = {day.day: {INGEST: day.note.model_dump(mode="json")} for day in days}

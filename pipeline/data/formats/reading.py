@@ -5,12 +5,13 @@ Whoever reads files meets the same rows, nulls and types: for samples, outcomes,
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import duckdb
 import pyarrow as pa
@@ -53,46 +54,82 @@ class ReadableFile(NamedTuple):
     """Rows of a copied file, counted in the file by another way than the one that copied it."""
 
 
+class Decoder:
+    """Copies text and Avro to Parquet, each file once. The copies are deleted at the end.
+
+    Args:
+        files: All files that may be asked for -> their format.
+        place: Folder for the copies.
+        properties: Access to object stores: `warehouse.catalog`.
+        limits: Memory and threads of DuckDB, as arguments of `connect`.
+        report: Called with ("decode", done, total) for each file to copy.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[SourceFile, Format],
+        place: Path,
+        properties: Mapping[str, str] = MappingProxyType({}),
+        limits: Mapping[str, int | str | None] = MappingProxyType({}),
+        report: Callable[[str, int, int], None] = lambda what, done, total: None,
+    ) -> None:
+        self.forms = {file: form_of(file, form) for file, form in files.items()}
+        self.place, self.properties, self.limits, self.report = place, properties, limits, report
+        self._made: dict[SourceFile, ReadableFile] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @cached_property
+    def _folder(self) -> Path:
+        return Path(self._stack.enter_context(ScratchFolder("decoded-", self.place)))
+
+    @cached_property
+    def _numbers(self) -> dict[SourceFile, int]:
+        """Copied files -> their number: copies have the order of the files."""
+        copied = (file for file, form in self.forms.items() if form != "parquet")
+        return {file: number for number, file in enumerate(sorted(copied, key=address_of))}
+
+    def read(self, files: Iterable[SourceFile]) -> dict[SourceFile, ReadableFile]:
+        """Returns file -> the Parquet file to read.
+
+        Raises:
+            ConfigError: If a file needs a package that is not installed.
+            DataError: If a file cannot be read in its format, or its copy lacks rows.
+        """
+        wanted = list(dict.fromkeys(files))
+        missing = [file for file in wanted if file in self._numbers and file not in self._made]
+        if missing:
+            folder = self._folder
+            with _connect([*missing, folder], folder / "spill", self.properties, self.limits) as connection:
+                for number, file in enumerate(sorted(missing, key=address_of)):
+                    self.report("decode", number, len(missing))
+                    copy = folder / f"{self._numbers[file]:09}" / _parts(file)
+                    copy.parent.mkdir(parents=True)
+                    self._made[file] = _copy(connection, file, self.forms[file], copy, self.properties)
+        return {file: self._made.get(file) or ReadableFile(file, self.forms[file], file) for file in wanted}
+
+
 @contextmanager
 def readable_files(
     files: Mapping[SourceFile, Format],
     place: Path,
     properties: Mapping[str, str] = MappingProxyType({}),
     limits: Mapping[str, int | str | None] = MappingProxyType({}),
-    report: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Iterator[dict[SourceFile, ReadableFile]]:
-    """Yields file -> the Parquet file to read. Copies are deleted at the end.
-
-    Args:
-        files: File -> its format.
-        place: Folder for the copies.
-        properties: Access to object stores: `warehouse.catalog`.
-        limits: Memory and threads of DuckDB, as arguments of `connect`.
-        report: Called with ("decode", done, total) for each file to copy.
-    Raises:
-        ConfigError: If a file needs a package that is not installed.
-        DataError: If a file cannot be read in its format, or its copy lacks rows.
-    """
-    forms = {file: form_of(file, form) for file, form in files.items()}
-    found = {file: ReadableFile(file, form, file) for file, form in forms.items()}
-    copied = sorted((file for file, form in forms.items() if form != "parquet"), key=address_of)
-    if not copied:
-        yield found
-        return
-    with ScratchFolder("decoded-", place) as folder:
-        with _connect([*copied, Path(folder)], Path(folder) / "spill", properties, limits) as connection:
-            for number, file in enumerate(copied):
-                report("decode", number, len(copied))
-                copy = Path(folder, f"{number}", *_parts(file))
-                copy.parent.mkdir(parents=True)
-                found[file] = _copy(connection, file, forms[file], copy, properties)
-        yield found
+    """Yields file -> the Parquet file to read. Arguments and errors as of `Decoder`."""
+    with Decoder(files, place, properties, limits) as decoder:
+        yield decoder.read(files)
 
 
-def _parts(file: SourceFile) -> list[str]:
+def _parts(file: SourceFile) -> str:
     """Returns folders and name of a copy: those with a value, such as day=2025-01-31, and the file's own name."""
     *folders, name = address_of(file).split("/")
-    return [*(folder for folder in folders if "=" in folder), name]
+    return "/".join([*(folder for folder in folders if "=" in folder), name])
 
 
 def _connect(

@@ -178,14 +178,22 @@ def _common(
             continue
         value = column if kind.endswith("[]") or not listed else f"[{column}]"
         wanted = f"{target}[]" if listed else target
-        if target == "VARCHAR" and item in _EXACT and not listed:  # 5.0 is the id 5
-            whole = f"WHEN {column} = floor({column}) AND abs({column}) <= {_EXACT[item]}"
-            casts.append(f"CASE {whole} THEN CAST({column} AS HUGEINT)::VARCHAR ELSE {column}::VARCHAR END")
+        if target == "VARCHAR" and not listed:
+            casts.append(as_text(name, item))
         elif value == column:
             casts.append(f"CAST({column} AS {wanted})")
         else:
             casts.append(f"CASE WHEN {column} IS NOT NULL THEN CAST({value} AS {wanted}) END")
     return casts
+
+
+def as_text(name: str, kind: str) -> str:
+    """Returns the SQL of a column as text: 5.0 is the id 5."""
+    column = quote(name)
+    if kind not in _EXACT:
+        return f"CAST({column} AS VARCHAR)"
+    whole = f"WHEN {column} = floor({column}) AND abs({column}) <= {_EXACT[kind]}"
+    return f"CASE {whole} THEN CAST({column} AS HUGEINT)::VARCHAR ELSE {column}::VARCHAR END"
 
 
 def _target(

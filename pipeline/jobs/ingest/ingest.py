@@ -204,7 +204,8 @@ def _log_files(workspace: Workspace, name: str, result: IngestResult) -> None:
     if result.files is None:
         return
     log = workspace.console.log
-    log.info("table %s: %s files: %s", name, result.files.count, _describe_rows(result.files.total))
+    opened = "all" if result.files.opened >= result.files.count else result.files.opened or "none"
+    log.info("table %s: %s files, %s opened: %s", name, result.files.count, opened, _describe_rows(result.files.total))
     for file, one in result.files.incomplete.items():
         log.warning("file '%s': %s", file, _describe_rows(one))
     if result.files.unlisted:

@@ -8,8 +8,7 @@ from typing import Any
 
 from pipeline.data.config import SplitConfig
 from pipeline.errors import ConfigError, EmptyDatasetError, keep_if_failed
-from pipeline.extraction.extract import IngestResult
-from pipeline.extraction.opening import source_days
+from pipeline.extraction.extract import IngestResult, source_days
 from pipeline.jobs.console import step
 from pipeline.jobs.ingest.ingest import make_source_context, write_days
 from pipeline.jobs.workspace import Workspace
