@@ -1,0 +1,164 @@
+"""What a night costs after few days and after many: an ingest of one more day, and one with nothing to do.
+
+    python -m benchmarks.growth [--days 8 1000] [--rows 2000] [--kinds logs samples csv json events] [--rounds 5]
+
+Each kind is a source with one file a day: two logs (Parquet), samples with labels (Parquet, gzipped CSV, gzipped JSON
+lines), and a log of events kept as a table. Every figure is the whole command, `python -m flows.ingest`, less the same
+command with nothing to do on a source of one day: its start. One more day is a new file of each log. Rounds alternate
+between few and many days; each adds a day. Figures are medians, with the files that the command opened.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import duckdb
+
+from benchmarks.machine import ROOT, machine, say
+
+KINDS = {"logs": "parquet", "samples": "parquet", "csv": "csv.gz", "json": "json.gz", "events": "parquet"}
+"""Kind of a source -> ending of its files."""
+OPTIONS = {
+    "parquet": "(FORMAT parquet, COMPRESSION zstd)",
+    "csv.gz": "(FORMAT csv, HEADER, COMPRESSION gzip)",
+    "json.gz": "(FORMAT json, COMPRESSION gzip)",
+}
+START = datetime.date(2022, 1, 1)
+PACKAGES = ("duckdb", "pyarrow", "pyiceberg")
+DENSE = SPARSE = 8
+
+
+def main(words: Sequence[str]) -> None:
+    """Measures and prints a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--days", type=int, nargs="+", default=[8, 1000])
+    parser.add_argument("--rows", type=int, default=2_000, help="of a day")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    chosen = parser.parse_args(words)
+    found = {kind: _compare(kind, chosen.days, chosen.rows, chosen.rounds) for kind in chosen.kinds}
+    figures = {"kinds": found, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
+    print(json.dumps(figures) if chosen.json else _as_text(figures))
+
+
+def _compare(kind: str, days: Sequence[int], rows: int, rounds: int) -> dict[str, Any]:
+    """Returns number of days -> seconds of an ingest of one more day and of one with nothing to do."""
+    with tempfile.TemporaryDirectory(prefix="dlrm-growth-") as folder:
+        sources = {count: Source(Path(folder, f"{count}"), kind, rows) for count in (1, *days)}
+        for count, source in sources.items():
+            source.write(count)
+            say(f"{kind}: the first {count} days in {source.ingest()[0]:.1f} s")
+        passes: dict[int, list[tuple[float, float, int]]] = {count: [] for count in days}
+        for _ in range(rounds):
+            start, _ = sources[1].ingest()
+            for count in days:
+                sources[count].write(1)
+                one, opened = sources[count].ingest()
+                nothing, none = sources[count].ingest()
+                if none:
+                    raise RuntimeError(f"{none} files were opened with nothing to do")
+                passes[count].append((one - start, nothing - start, opened))
+    figures = ("one_more_day_seconds", "nothing_to_do_seconds", "files_opened")
+    medians = {
+        count: {name: median(one[place] for one in several) for place, name in enumerate(figures)}
+        for count, several in passes.items()
+    }
+    few, many = medians[min(days)], medians[max(days)]
+    return {"days": medians, "growth": many["one_more_day_seconds"] / few["one_more_day_seconds"]}
+
+
+class Source:
+    """Files of one kind, and a home that ingests them."""
+
+    def __init__(self, folder: Path, kind: str, rows: int) -> None:
+        self.folder, self.kind, self.rows, self.days = folder, kind, rows, 0
+        (folder / "rows").mkdir(parents=True)
+        (folder / "outcomes").mkdir()
+        self.config = folder / "config.yaml"
+        self.config.write_text(json.dumps(self._keys()), encoding="utf-8")
+
+    def _keys(self) -> dict[str, Any]:
+        path, sparse = f"rows/*.{KINDS[self.kind]}", [f"cat_{k}" for k in range(SPARSE)]
+        source: dict[str, Any] = {"path": path, "day_column": "event_time"}
+        events = {}
+        if self.kind == "logs":
+            source["outcomes"] = {"path": "outcomes/*", "outcome_time": "outcome_time", "window_seconds": 600}
+        if self.kind == "events":
+            source["path"] = "outcomes/*"  # one small file of samples
+            events = {"seen": {"path": path, "key": ["cat_0"], "time": "event_time"}}
+        return {
+            "name": "growth",
+            "home": "home",
+            "source": source,
+            "events": events,
+            "features": {
+                "label": "label",
+                "dense": [{"columns": [f"num_{k}" for k in range(DENSE)], "transforms": [{"kind": "fill_null"}]}],
+                "sparse": [{"columns": sparse, "transforms": [{"kind": "sigrid_hash", "size": 100_000}]}],
+            },
+        }
+
+    def write(self, days: int) -> None:
+        """Writes files of the next days."""
+        ending = KINDS[self.kind]
+        with duckdb.connect() as connection:
+            for day in range(self.days, self.days + days):
+                connection.execute(f"SELECT setseed({1 / (day + 2)})")
+                first, moment = day * self.rows, f"TIMESTAMP '{START + datetime.timedelta(day)}'"
+                moment += f" + to_microseconds(i * {86_000_000_000 // self.rows})"
+                numbers = [f"random() * {k + 1} AS num_{k}" for k in range(DENSE)]
+                ids = [f"hash(i * {k + 3} + {first}) % {10 ** (2 + k % 4)} AS cat_{k}" for k in range(SPARSE)]
+                label = [] if self.kind == "logs" else ["CAST(random() < .2 AS INTEGER) AS label"]
+                columns = ", ".join([f"i + {first} AS impression_id, {moment} AS event_time", *label, *numbers, *ids])
+                rows = f"SELECT {columns} FROM range({self.rows}) t(i)"
+                self._copy(connection, rows, f"rows/{day:05}.{ending}", ending)
+                if self.kind == "logs":
+                    outcomes = (
+                        f"SELECT i + {first} AS impression_id, {moment} + to_seconds(60) AS outcome_time"
+                        f" FROM range({self.rows}) t(i) WHERE i % 5 = 0 OR i > {self.rows - 3}"
+                    )
+                    self._copy(connection, outcomes, f"outcomes/{day:05}.{ending}", ending)
+                if self.kind == "events" and day == 0:
+                    self._copy(connection, rows, f"outcomes/{day:05}.{ending}", ending)
+        self.days += days
+
+    def _copy(self, connection: duckdb.DuckDBPyConnection, rows: str, name: str, ending: str) -> None:
+        connection.execute(f"COPY ({rows}) TO '{self.folder / name}' {OPTIONS[ending]}")
+
+    def ingest(self) -> tuple[float, int]:
+        """Returns the seconds of the command, and the files that it opened."""
+        begun = time.perf_counter()
+        command = [sys.executable, "-m", "flows.ingest", str(self.config)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        seconds = time.perf_counter() - begun
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2_000:])
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        return seconds, (result["events"]["seen"] if self.kind == "events" else result)["files"]["opened"]
+
+
+def _as_text(figures: dict[str, Any]) -> str:
+    lines = [
+        "| kind | days | one more day, s | nothing to do, s | files opened | growth |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind, found in figures["kinds"].items():
+        for count, one in found["days"].items():
+            values = (
+                f"{one['one_more_day_seconds']:.2f} | {one['nothing_to_do_seconds']:.2f} | {one['files_opened']:.0f}"
+            )
+            lines.append(f"| {kind} | {count} | {values} | {found['growth']:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
