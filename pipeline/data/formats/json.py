@@ -1,8 +1,11 @@
 """Copies JSON lines to Parquet: one object a line."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pyarrow.parquet as pq
 
 from pipeline.data.formats.csv import open_plain, refuse_like_names, rows_of_a_group
 from pipeline.data.formats.files import SourceFile
@@ -18,8 +21,12 @@ _TEXT = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE", "UUID", "JSON"
 """Types that DuckDB may guess, and whose values are text or of several types."""
 _LONG = r"(^|[\[,:])-?\d{16,}($|[\],}])"
 """A whole number that a fractional one may not hold exactly."""
+LARGE = 1e15
+"""Numbers of that size have 16 digits before the point."""
 _WHOLE = r"-?\d+(\.0+)?"
 BLOCK_BYTES = 1 << 24
+_BLANK = re.compile(rb"\n[ \t\r\v\f]*(?=\n)")
+"""A line without anything, and the end of the one before."""
 
 
 def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: Path, pattern: str) -> None:
@@ -36,28 +43,56 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: P
     listed = "['" + pattern.replace("'", "''") + "']"
     options = f"{listed}, format='newline_delimited', hive_partitioning=false, maximum_object_size={MOST_LINE_BYTES}"
     where = f"JSON file '{file.name}'"
-    objects = f"read_json_objects({options})"
-    others = connection.sql(
-        f"SELECT place FROM (SELECT row_number() OVER () AS place, json FROM {objects})"
-        " WHERE json_type(json) <> 'OBJECT' LIMIT 1"
-    )
-    if (odd := others.fetchall()) != []:
-        raise DataError(where, "one object a line", f"another value, {_nth(odd[0][0])}", "Correct the file.")
-    keys = connection.sql(f"SELECT DISTINCT unnest(json_keys(json)) FROM {objects}").fetchall()
-    refuse_like_names(where, sorted(key for (key,) in keys))
-    if ("",) in keys:  # DuckDB then reads each object as one text
-        raise DataError(where, "keys that can be names", "an empty one", "Give it a name.")
+    _check_objects(connection, f"read_json_objects({options})", where)
     found = connection.sql(f"SELECT * FROM read_json({options}, sample_size=-1, map_inference_threshold=-1)")
     kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True)}
     raw = f"read_json({options}, columns={{{', '.join(_pair(name, 'JSON') for name in kinds)}}})"
-    doubtful = [name for name, kind in kinds.items() if kind.removesuffix("[]") in ("JSON", "DOUBLE", "HUGEINT")]
-    casts = {name: cast for name in doubtful if (cast := _exact(connection, raw, name, kinds[name], where)) is not None}
+    doubtful = [name for name, kind in kinds.items() if kind.removesuffix("[]") in ("JSON", "HUGEINT")]
     plain = {name: "VARCHAR" if kind in _TEXT else kind for name, kind in kinds.items()}
-    columns = ", ".join(_pair(name, "JSON" if name in casts else kind) for name, kind in plain.items())
-    rows = connection.sql(f"SELECT * FROM read_json({options}, columns={{{columns}}})")
-    replaced = ", ".join(f"{cast} AS {quote(name)}" for name, cast in casts.items())
-    rows = rows.select(f"* REPLACE ({replaced})") if casts else rows
-    rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(kinds)))
+
+    def write(names: Collection[str]) -> None:
+        casts = {name: cast for name in names if (cast := _exact(connection, raw, name, kinds[name], where))}
+        columns = ", ".join(_pair(name, "JSON" if name in casts else kind) for name, kind in plain.items())
+        rows = connection.sql(f"SELECT * FROM read_json({options}, columns={{{columns}}})")
+        replaced = ", ".join(f"{cast} AS {quote(name)}" for name, cast in casts.items())
+        rows = rows.select(f"* REPLACE ({replaced})") if casts else rows
+        rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(kinds)))
+
+    write(doubtful)
+    fractions = [name for name, kind in kinds.items() if kind.removesuffix("[]") == "DOUBLE"]
+    if rounded := [name for name in fractions if _may_be_large(copy, name)]:
+        write([*doubtful, *rounded])
+
+
+def _may_be_large(copy: Path, name: str) -> bool:
+    """Tells whether the statistics of a Parquet file leave open that a column of numbers has values from LARGE on."""
+    file = pq.read_metadata(copy)
+    for group in (file.row_group(number) for number in range(file.num_row_groups)):
+        for column in (group.column(place) for place in range(group.num_columns)):
+            if column.path_in_schema != name and not column.path_in_schema.startswith(f"{name}."):
+                continue
+            known = column.statistics
+            bounds = (known.min, known.max) if known is not None and known.has_min_max else ()
+            empty = known is not None and known.null_count == column.num_values
+            if not empty and not (bounds and all(isinstance(one, float) and abs(one) < LARGE for one in bounds)):
+                return True
+    return False
+
+
+def _check_objects(connection: "duckdb.DuckDBPyConnection", objects: str, where: str) -> None:
+    """Refuses lines that are no objects, and keys that cannot be columns together."""
+    query = f"SELECT DISTINCT CASE json_type(json) WHEN 'OBJECT' THEN json_keys(json) END FROM {objects}"
+    found = [keys for (keys,) in connection.sql(query).fetchall()]
+    if None in found:
+        places = f"SELECT row_number() OVER () AS place, json FROM {objects}"
+        query = f"SELECT min(place) FROM ({places}) WHERE json_type(json) <> 'OBJECT'"
+        odd = connection.sql(query).fetchall()[0][0]
+        raise DataError(where, "one object a line", f"another value, {_nth(odd)}", "Correct the file.")
+    keys = {key for one in found for key in one}
+    twice = {key for one in found for key in one if one.count(key) > 1}
+    refuse_like_names(where, [*sorted(keys), *sorted(twice)])
+    if "" in keys:  # DuckDB then reads each object as one text
+        raise DataError(where, "keys that can be names", "an empty one", "Give it a name.")
 
 
 def _nth(line: int) -> str:
@@ -117,9 +152,10 @@ def _not_ids(name: str, where: str, one: object, other: object) -> DataError:
 
 def count_lines(file: SourceFile, properties: Mapping[str, str]) -> int:
     """Counts the lines that are not blank: no value of JSON holds the end of a line."""
-    lines, rest = 0, b""
+    lines, rest = 0, b"\n"
     with open_plain(file, properties) as stream:
         while block := stream.read(BLOCK_BYTES):
-            *whole, rest = (rest + block).split(b"\n")
-            lines += sum(not line.isspace() and line != b"" for line in whole)
+            whole, end, rest = (rest + block).rpartition(b"\n")
+            rest = end + rest
+            lines += whole.count(b"\n") - len(_BLANK.findall(whole + end))
     return lines + (rest.strip() != b"")

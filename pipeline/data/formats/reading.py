@@ -4,8 +4,10 @@ Whoever reads files meets the same rows, nulls and types: for samples, outcomes,
 """
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import groupby
@@ -104,14 +106,28 @@ class Decoder:
         wanted = list(dict.fromkeys(files))
         missing = [file for file in wanted if file in self._numbers and file not in self._made]
         if missing:
-            folder = self._folder
-            with _connect([*missing, folder], folder / "spill", self.properties, self.limits) as connection:
-                for number, file in enumerate(sorted(missing, key=address_of)):
-                    self.report("decode", number, len(missing))
-                    copy = folder / f"{self._numbers[file]:09}" / _parts(file)
-                    copy.parent.mkdir(parents=True)
-                    self._made[file] = _copy(connection, file, self.forms[file], copy, self.properties)
+            folder, threads = self._folder, self.limits.get("threads") or len(os.sched_getaffinity(0))
+            with (
+                _connect([*missing, folder], folder / "spill", self.properties, self.limits) as connection,
+                ThreadPoolExecutor(int(threads)) as pool,
+            ):
+                jobs = {
+                    file: pool.submit(self._decode, connection.cursor(), file, folder)
+                    for file in sorted(missing, key=address_of)
+                }
+                try:
+                    for number, (file, job) in enumerate(jobs.items()):
+                        self.report("decode", number, len(missing))
+                        self._made[file] = job.result()
+                finally:
+                    pool.shutdown(cancel_futures=True)
         return {file: self._made.get(file) or ReadableFile(file, self.forms[file], file) for file in wanted}
+
+    def _decode(self, connection: duckdb.DuckDBPyConnection, file: SourceFile, folder: Path) -> ReadableFile:
+        copy = folder / f"{self._numbers[file]:09}" / _parts(file)
+        copy.parent.mkdir(parents=True)
+        with connection:
+            return _copy(connection, file, self.forms[file], copy, self.properties)
 
 
 @contextmanager
