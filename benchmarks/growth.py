@@ -97,9 +97,10 @@ class Source:
             events = {"seen": {"path": path, "key": ["cat_0"], "time": "event_time"}}
         return {
             "name": "growth",
-            "home": "home",
+            "home": str(self.folder / "home"),
             "source": source,
             "events": events,
+            "split": {"every_nth_day": {"n": 8, "valid": 6, "test": 7}},
             "features": {
                 "label": "label",
                 "dense": [{"columns": [f"num_{k}" for k in range(DENSE)], "transforms": [{"kind": "fill_null"}]}],

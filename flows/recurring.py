@@ -75,7 +75,7 @@ def ingest_day(workspace: Workspace, overrides: Mapping[str, Any] | None, day: d
     try:
         return ingest(workspace.config, overrides, day=day)
     except EmptyDatasetError:
-        if day not in workspace.warehouse.whole_days(workspace.config.name):
+        if day not in workspace.warehouse.state_of_days(workspace.config.name).whole:
             raise
         workspace.console.log.info("the source no longer has %s: uses the table's rows", day)
         return {}

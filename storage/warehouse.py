@@ -1,11 +1,11 @@
 """The Iceberg warehouse: tables partitioned by day, replaced a day at a time."""
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 from pyiceberg.catalog import Catalog
@@ -32,6 +32,17 @@ from storage.writer import TIMES
 
 FILES_AT_A_TIME = 16
 """File sizes requested concurrently. On an object store each takes a round trip."""
+
+
+class DayStates(NamedTuple):
+    """What a table has of its days."""
+
+    written: Mapping[datetime.date, str]
+    """Day -> identity of the write that left its files, for days that have all of them. Without `changed` days."""
+    changed: Mapping[datetime.date, str]
+    """Day -> identity of our last write, for days that another engine has changed since."""
+    whole: Collection[datetime.date]
+    """Days of the newest snapshot that have all their files in full, from any writer."""
 
 
 class Warehouse:
@@ -114,21 +125,23 @@ class Warehouse:
         """
         return reference_of(self.table(name))
 
-    def written_days(self, name: str) -> dict[datetime.date, str]:
-        """Returns day -> identity of the write that left its files, for days that have all of them.
-
-        Days that another engine has changed since are left out.
-        """
+    def state_of_days(self, name: str) -> DayStates:
+        """Returns what a table has of its days. A table that does not exist has none."""
         there = self._whole_names(name)
-        found = identities(self.table(name), there) if there else {}
-        return {day: identity for day, identity in found.items() if day in there}
+        if not there:
+            return DayStates({}, {}, set())
+        found, last = identities(self.table(name), there), last_identities(self.table(name))
+        written = {day: identity for day, identity in found.items() if day in there}
+        changed = {day: identity for day, identity in last.items() if day in there and day not in written}
+        return DayStates(written, changed, set(there))
 
-    def changed_days(self, name: str) -> dict[datetime.date, str]:
-        """Returns day -> identity of our last write, for days that another engine has changed since."""
-        there = self._whole_names(name)
-        written = identities(self.table(name), there) if there else {}
-        last = last_identities(self.table(name)) if there else {}
-        return {day: identity for day, identity in last.items() if day in there and day not in written}
+    def written_days(self, name: str) -> Mapping[datetime.date, str]:
+        """Returns `written` of `state_of_days`."""
+        return self.state_of_days(name).written
+
+    def changed_days(self, name: str) -> Mapping[datetime.date, str]:
+        """Returns `changed` of `state_of_days`."""
+        return self.state_of_days(name).changed
 
     def day_identities(self, name: str) -> dict[datetime.date, str]:
         """Returns day -> identity of the write that left its files, or that left it without files."""
@@ -151,10 +164,6 @@ class Warehouse:
         """Sets properties of a table in one commit."""
         with self.writable(name).transaction() as transaction:
             transaction.set_properties(dict(values))
-
-    def whole_days(self, name: str) -> set[datetime.date]:
-        """Returns the days of the newest snapshot that have all their files in full, from any writer."""
-        return set(self._whole_names(name))
 
     def _whole_names(self, name: str) -> dict[datetime.date, str]:
         """Returns the whole days of the newest snapshot with the hash of their files' names."""

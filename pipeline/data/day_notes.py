@@ -1,7 +1,7 @@
 """What an ingest notes about each day it writes: the input files, and whether labels may still change."""
 
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
 
@@ -55,16 +55,25 @@ class DayNote(BaseModel, frozen=True):
     """Feature source -> its state when the day was written, as `note_state`."""
 
 
-def day_notes(warehouse: Warehouse, snapshot: SnapshotRef) -> dict[datetime.date, DayNote]:
+def day_notes(
+    warehouse: Warehouse, snapshot: SnapshotRef, days: Collection[datetime.date] | None = None
+) -> dict[datetime.date, DayNote]:
     """Returns day -> the ingest's note about its rows in the snapshot.
 
     Leaves out days that another engine wrote.
+
+    Args:
+        days: The days to look at. None: all.
 
     Raises:
         DataError: If a note has another form, as a later version may write it.
     """
     found = _notes(warehouse, snapshot)
-    return {day: _parse(day, snapshot, note[INGEST]) for day, note in found.items() if INGEST in note}
+    return {
+        day: _parse(day, snapshot, note[INGEST])
+        for day, note in found.items()
+        if INGEST in note and (days is None or day in days)
+    }
 
 
 def _parse(day: datetime.date, snapshot: SnapshotRef, note: object) -> DayNote:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from pipeline.data.day_notes import DayNote, InputFiles, day_notes, materialized_columns
+from pipeline.data.day_notes import DayNote, InputFiles, materialized_columns
 from pipeline.data.profile import profile_name, profiles
 from pipeline.extraction.checks import Columns
 from pipeline.extraction.config import ChecksConfig
 from pipeline.extraction.days import SourceDay
-from storage.reader import DAY
+from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
 
 DataLoss = tuple[str, str, str | None]
@@ -38,14 +38,20 @@ class StoredDay:
 
 
 def read_stored_days(
-    warehouse: Warehouse, table: str, days: Collection[datetime.date]
+    warehouse: Warehouse,
+    snapshot: SnapshotRef | None,
+    days: Collection[datetime.date],
+    notes: Mapping[datetime.date, DayNote],
 ) -> dict[datetime.date, StoredDay]:
-    """Reads days as the table has them, without statistics. Leaves out days that it lacks."""
-    if not days or not warehouse.has_table(table) or warehouse.table(table).current_snapshot() is None:
+    """Reads days as the table has them, without statistics. Leaves out days that it lacks.
+
+    Args:
+        snapshot: Of the table. None: it was never written.
+        notes: Of its days.
+    """
+    if not days or snapshot is None:
         return {}
-    snapshot = warehouse.current(table)
-    rows = warehouse.day_rows(snapshot)
-    notes, materialized = day_notes(warehouse, snapshot), materialized_columns(warehouse, snapshot)
+    rows, materialized = warehouse.day_rows(snapshot), materialized_columns(warehouse, snapshot)
     return {
         day: StoredDay(
             rows=rows[day],

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from pipeline.data.day_notes import DayNote, day_notes
 from pipeline.data.formats.checksums import verify_pages
-from pipeline.data.formats.files import address_of
 from pipeline.data.joined.states import note_states
 from pipeline.data.present import newest_day
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError, keep_if_failed
@@ -161,6 +160,8 @@ class _Plan:
     """Rows of the due days. None: no day is due."""
     order: str
     """ORDER BY clause of the rows written."""
+    notes: Mapping[datetime.date, DayNote]
+    """Of the days of the table, before the ingest."""
     first: datetime.date
     """The first day that `keep_days` of an event table keeps."""
     elsewhere: int
@@ -228,7 +229,9 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     """Sorts the days of the source by what the table has of them, and opens those that are due."""
     context = ingest.context
     days = list_days(ingest.inventory, context, ingest.reader.files, ingest.config.order_by)
-    stored, there = context.warehouse.written_days(context.table), context.warehouse.whole_days(context.table)
+    snapshot = _current(context)
+    noted_days = {} if snapshot is None else day_notes(context.warehouse, snapshot)
+    stored, theirs, there = context.warehouse.state_of_days(context.table)
     first = first_kept({*stored, *(day.day for day in days)}, context.events)
     wanted = [day for day in select_days(days, context.only, context.place("path")) if day.day >= first]
     if context.events is not None and not ingest.force:
@@ -236,10 +239,9 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     _refuse_bad_days(ingest, wanted)
     written = {} if ingest.force else stored
     held = {} if ingest.force else context.warehouse.written_days(held_back_name(context.table))
-    theirs = context.warehouse.changed_days(context.table)
     same = {} if ingest.force else theirs
     changed = [day.day for day in wanted if day.identity == same.get(day.day)]
-    table = read_stored_days(context.warehouse, context.table, [day.day for day in wanted])
+    table = read_stored_days(context.warehouse, snapshot, [day.day for day in wanted], noted_days)
     materialized = {day.day: table[day.day].materialized if day.day in table else () for day in wanted}
     joined = context.schema.sources if isinstance(context.schema, FeatureSchema) else ()
     materialization = plan_materialization(joined, context.warehouse, context.root, materialized, ingest.warn)
@@ -268,8 +270,16 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         first=first,
         rows=rows,
         order=order,
-        elsewhere=0 if context.only else sum(day >= first for day in there - {day.day for day in days}),
+        notes=noted_days,
+        elsewhere=0 if context.only else sum(day >= first for day in {*there} - {day.day for day in days}),
     )
+
+
+def _current(context: SourceContext) -> SnapshotRef | None:
+    """Returns the newest snapshot of the table. None: it was never written."""
+    warehouse, table = context.warehouse, context.table
+    there = warehouse.has_table(table) and warehouse.table(table).current_snapshot() is not None
+    return warehouse.current(table) if there else None
 
 
 def _open_due(
@@ -324,7 +334,7 @@ def _verify_files(rows: OpenSource, due: Sequence[SourceDay], context: SourceCon
     """Compares the files of the due days with their checksums, if they have some."""
     wanted = {name for day in due for name in day.files}
     for file in rows.files.rows:
-        if rows.read[file].form == "parquet" and address_of(file) in wanted:
+        if rows.read[file].form == "parquet" and str(file) in wanted:
             verify_pages(file, context.warehouse.config.catalog)
 
 
@@ -523,7 +533,8 @@ def _result(
     rows, due = plan.rows, [*passed, *broken]
     touched = {*(day.day for day in [*due, *plan.held_back]), *plan.changed}
     snapshot = ingest.context.warehouse.current(ingest.context.table)
-    noted = day_notes(ingest.context.warehouse, snapshot)
+    written = {day.day for day in passed}
+    noted = {**plan.notes, **day_notes(ingest.context.warehouse, snapshot, written)}
     return IngestResult(
         snapshot=snapshot,
         rows=sum(day.kept for day in passed),
@@ -548,7 +559,9 @@ def _result(
         days_changed=tuple(plan.changed),
         days_held=tuple(sorted(day.day for day in [*broken, *plan.held_back])),
         days_open=tuple(day.day for day in plan.wanted if day.note.open),
-        days_outdated=tuple(sorted(day for day, note in noted.items() if note.definition != plan.definition)),
+        days_outdated=tuple(
+            sorted(day for day, note in noted.items() if note.definition != plan.definition and day >= plan.first)
+        ),
         stale_lookups=_count_stale(noted, [day for day in plan.wanted if day.day in plan.unchanged]),
         checked=checked,
     )

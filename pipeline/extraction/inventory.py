@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.data.formats.files import SourceFile, Stamp, address_of, stamp
+from pipeline.data.formats.files import SourceFile, Stamp, stamp
 from pipeline.data.formats.reading import count_rows_of
 from pipeline.data.formats.types import FILE, NOTHING, is_number
 from pipeline.errors import DataError
@@ -181,17 +181,15 @@ class _Learner:
         self.reader, self.context, self.files, self.known = reader, reader.context, reader.files, known
         reader.known = known.types
         self.stamps = {file: stamp(file) for file in [*self.files.rows, *self.files.outcomes]}
-        self.rows = {address_of(file): one for file in self.files.rows if (one := self._old(file, known.rows))}
-        self.outcomes = {
-            address_of(file): one for file in self.files.outcomes if (one := self._old(file, known.outcomes))
-        }
-        self.new = [file for file in self.files.rows if address_of(file) not in self.rows]
-        self.logs = [file for file in self.files.outcomes if address_of(file) not in self.outcomes]
+        self.rows = {str(file): one for file in self.files.rows if (one := self._old(file, known.rows))}
+        self.outcomes = {str(file): one for file in self.files.outcomes if (one := self._old(file, known.outcomes))}
+        self.new = [file for file in self.files.rows if str(file) not in self.rows]
+        self.logs = [file for file in self.files.outcomes if str(file) not in self.outcomes]
         self.near = nearness(self.context)
 
     def _old(self, file: SourceFile, known: Mapping[str, Any]) -> Any:
         """Returns what is known of a file, unless it has changed."""
-        one = known.get(address_of(file))
+        one = known.get(str(file))
         return one if one is not None and (one.size, one.modified) == self.stamps[file][1:] else None
 
     def learn(self) -> Inventory:
@@ -205,7 +203,7 @@ class _Learner:
         rows = self._open([*opened, *self._reached(spans, opened)])
         found = self._survey(rows)
         if self.near is not None:
-            new = [day for file in self.new for day in found[address_of(file)].values()]
+            new = [day for file in self.new for day in found[str(file)].values()]
             spans += spans_of(new)
             if further := self._reached(spans, rows.files.rows):
                 rows = self._open([*rows.files.rows, *further])
@@ -232,10 +230,10 @@ class _Learner:
         """Notes new files without rows. They are not opened: text without a line has no columns."""
         read = self.reader.decode([*self.new, *self.logs])
         for file in [file for file in self.new if read[file].rows == 0]:
-            self.rows[address_of(file)] = RowFile(*self.stamps[file][1:], 0, {})
+            self.rows[str(file)] = RowFile(*self.stamps[file][1:], 0, {})
             self.new.remove(file)
         for file in [file for file in self.logs if read[file].rows == 0 and self.outcomes]:
-            self.outcomes[address_of(file)] = OutcomeFile(*self.stamps[file][1:])
+            self.outcomes[str(file)] = OutcomeFile(*self.stamps[file][1:])
             self.logs.remove(file)
 
     def _gone(self) -> list[tuple[int, int]]:
@@ -257,18 +255,18 @@ class _Learner:
         if self.near is None or not spans:
             return []
         near = reached(self.rows, spans, self.near)
-        return [file for file in self.files.rows if address_of(file) in near and file not in {*opened}]
+        return [file for file in self.files.rows if str(file) in near and file not in {*opened}]
 
     def _open(self, rows: Sequence[SourceFile]) -> OpenSource:
         begins = [
-            day.begin for file in rows if (one := self.rows.get(address_of(file))) for day in one.days.values()
+            day.begin for file in rows if (one := self.rows.get(str(file))) for day in one.days.values()
             if day.begin is not None
         ]  # fmt: skip
         later = {
             address for address, one in self.outcomes.items()
             if begins and one.last is not None and one.last >= min(begins)
         }  # fmt: skip
-        return self.reader.rows(choose(self.files, {*map(address_of, rows)}, later | {*map(address_of, self.logs)}))
+        return self.reader.rows(choose(self.files, {*map(str, rows)}, later | {*map(str, self.logs)}))
 
     def _survey(self, rows: OpenSource) -> dict[str, dict[datetime.date, FileDay]]:
         """Returns file -> day -> its rows, for the files that are open."""
@@ -289,9 +287,10 @@ class _Learner:
             f"SELECT __file, {DAY}, count(*), count(__reason), {aside}, {first}, {last}, {begin}, {end}"
             f" FROM {rows.view} GROUP BY __file, {DAY} ORDER BY ALL"
         )
-        found: dict[str, dict[datetime.date, FileDay]] = {address_of(file): {} for file in rows.files.rows}
+        names = rows.names
+        found: dict[str, dict[datetime.date, FileDay]] = {str(file): {} for file in rows.files.rows}
         for file, day, count, refused, hashes, *times in rows.connection.sql(query).fetchall():
-            found[rows.names[file]][day] = FileDay(count, refused, int(hashes), *times)
+            found[names[file]][day] = FileDay(count, refused, int(hashes), *times)
         return found
 
     def _take(
@@ -300,13 +299,13 @@ class _Learner:
         """Takes over what was found of new files, and of known ones whose rows may repeat others now."""
         properties = self.context.warehouse.config.catalog
         for file in self.new:
-            expected, counted = count_rows_of(rows.read[file], properties), found[address_of(file)]
+            expected, counted = count_rows_of(rows.read[file], properties), found[str(file)]
             if (got := sum(day.rows for day in counted.values())) != expected:
                 raise DataError(
                     f"file '{file.name}'", f"{expected} rows, as the file has", f"{got}",
                     "Run it again once the file is complete: it may have changed meanwhile.",
                 )  # fmt: skip
-            self.rows[address_of(file)] = RowFile(*self.stamps[file][1:], expected, dict(counted))
+            self.rows[str(file)] = RowFile(*self.stamps[file][1:], expected, dict(counted))
         touched = {} if self.near is None else reached(self.rows, spans, (0, self.near[0]))
         for address in touched.keys() & found.keys():
             one = self.rows[address]
@@ -321,10 +320,11 @@ class _Learner:
         assert self.context.source.outcomes is not None
         at, now = _microseconds(quote(self.context.source.outcomes.outcome_time)), time.time_ns() // 1_000
         query = f"SELECT {FILE}, min({at}), max({at}), max({at}) FILTER ({at} <= {now}) FROM {OUTCOMES} GROUP BY {FILE}"
-        found = {rows.names[file]: times for file, *times in rows.connection.sql(query).fetchall()}
+        names = rows.names
+        found = {names[file]: times for file, *times in rows.connection.sql(query).fetchall()}
         for file in self.logs:
-            times = found.get(address_of(file), (None, None, None))
-            self.outcomes[address_of(file)] = OutcomeFile(*self.stamps[file][1:], *times)
+            times = found.get(str(file), (None, None, None))
+            self.outcomes[str(file)] = OutcomeFile(*self.stamps[file][1:], *times)
 
     def _refuse_other_types(self, found: KnownTypes) -> None:
         """Ends the attempt if columns have other types than in files that stay closed, and these types decide."""
@@ -428,10 +428,8 @@ def reached(
 
 def choose(files: SourceFiles, rows: Collection[str], outcomes: Collection[str]) -> SourceFiles:
     """Returns those of the files with some addresses, and of an outcome log at least one."""
-    chosen = [file for file in files.outcomes if address_of(file) in outcomes]
-    return SourceFiles(
-        [file for file in files.rows if address_of(file) in rows], chosen or files.outcomes[-1:], files.lookups
-    )
+    chosen = [file for file in files.outcomes if str(file) in outcomes]
+    return SourceFiles([file for file in files.rows if str(file) in rows], chosen or files.outcomes[-1:], files.lookups)
 
 
 class Window(NamedTuple):

@@ -107,7 +107,7 @@ class SourceContext:
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files of a source."""
+    """Files of a source. A local one is an absolute path without links, so that `str` is its address."""
 
     rows: Sequence[SourceFile]
     """Of the samples, or of the feature log."""
@@ -176,7 +176,7 @@ class OpenSource:
     def names(self) -> dict[str, str]:
         """File that rows are read from -> the file of the source, whose copy it may be."""
         files = [*self.files.rows, *self.files.outcomes]
-        return {address_of(self.read[file].read): address_of(file) for file in files}
+        return {address_of(self.read[file].read): str(file) for file in files}
 
     @property
     def types(self) -> KnownTypes:
@@ -385,7 +385,7 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile
         if logged is None:  # the first row of a repeated impression may lie in another day's file
             files = _of_days(files, source.day_column, context.only)
         return files, context.find(logged, "source.outcomes.path") if logged else []
-    folder = generate_logs(context, report)
+    folder = generate_logs(context, report).resolve()
     return sorted((folder / "features").glob("*.parquet")), sorted((folder / "outcomes").glob("*.parquet"))
 
 

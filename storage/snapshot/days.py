@@ -9,6 +9,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from pyiceberg.table import Table
@@ -77,14 +78,30 @@ def _records(
     Args:
         snapshots: Takes the writes of these snapshots, and those in the table's properties. None: of all snapshots.
     """
-    earlier = json.loads(table.properties.get(EARLIER, "[]"))
-    found: dict[tuple[str, int, int], dict[str, Any]] = {(day, number, 0): values for day, number, values in earlier}
-    for key in KEYS:
-        for day, (number, value) in json.loads(table.properties.get(key, "{}")).items():
+    return _parse(
+        table.properties.get(EARLIER, "[]"),
+        tuple(table.properties.get(key, "{}") for key in KEYS),
+        tuple(
+            (one.sequence_number or 0, one.snapshot_id, tuple(_recorded(one, key) for key in KEYS))
+            for one in (table.snapshots() if snapshots is None else snapshots)
+        ),
+    )
+
+
+@lru_cache(maxsize=8)
+def _parse(
+    earlier: str, properties: tuple[str, ...], snapshots: tuple[tuple[int, int, tuple[str, ...]], ...]
+) -> list[tuple[datetime.date, int, dict[str, Any]]]:
+    """Parses the JSON of records. One ingest asks for those of a table ten times: they may be megabytes."""
+    found: dict[tuple[str, int, int], dict[str, Any]] = {
+        (day, number, 0): values for day, number, values in json.loads(earlier)
+    }
+    for place, key in enumerate(KEYS):
+        for day, (number, value) in json.loads(properties[place]).items():
             found.setdefault((day, number, 0), {})[key] = value
-        for snapshot in table.snapshots() if snapshots is None else snapshots:
-            for day, value in _recorded(snapshot, key).items():
-                found.setdefault((day, snapshot.sequence_number or 0, snapshot.snapshot_id), {})[key] = value
+        for number, snapshot_id, recorded in snapshots:
+            for day, value in json.loads(recorded[place]).items():
+                found.setdefault((day, number, snapshot_id), {})[key] = value
     ordered = sorted(found, key=lambda record: record[1])
     return [(datetime.date.fromisoformat(record[0]), record[1], found[record]) for record in ordered]
 
@@ -168,7 +185,6 @@ def hash_paths(paths: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(paths)).encode()).hexdigest()
 
 
-def _recorded(snapshot: Snapshot, key: str) -> dict[str, Any]:
+def _recorded(snapshot: Snapshot, key: str) -> str:
     found = snapshot.summary.additional_properties if snapshot.summary else {}
-    recorded: dict[str, Any] = json.loads(found.get(key, "{}"))
-    return recorded
+    return found.get(key, "{}")

@@ -84,7 +84,8 @@ def _is_hidden(path: str, pattern: str) -> bool:
 
 def _refuse_tables(where: str, files: Sequence[SourceFile], properties: Mapping[str, str]) -> None:
     """Refuses data files of a table: its log, and not the folder, says which of them count."""
-    folders = dict.fromkeys(folder for file in files for folder in _folders(file))
+    parents = dict.fromkeys(str(file).rpartition("/")[0] for file in files)
+    folders = dict.fromkeys(folder for parent in parents for folder in _folders(parent))
     for folder in folders:
         for mark, kind in TABLES.items():
             found = find_objects(f"{folder}/{mark}", properties) if is_address(folder) else [*Path(folder).glob(mark)]
@@ -95,10 +96,10 @@ def _refuse_tables(where: str, files: Sequence[SourceFile], properties: Mapping[
                 )  # fmt: skip
 
 
-def _folders(file: SourceFile) -> list[str]:
-    """Returns the folders that a file's table may have, nearest first."""
-    parts = address_of(file).split("/")[:-1]
-    least = 3 if is_address(address_of(file)) else 2  # below the bucket, or the root
+def _folders(parent: str) -> list[str]:
+    """Returns the folders that the table of a file in a folder may have, nearest first."""
+    parts = parent.split("/")
+    least = 3 if is_address(parent) else 2  # below the bucket, or the root
     return ["/".join(parts[:end]) for end in range(len(parts), least - 1, -1)][:DEEPEST_TABLE]
 
 
