@@ -180,12 +180,14 @@ def choose_files(
     days: Sequence[SourceDay], inventory: Inventory, context: SourceContext, files: SourceFiles
 ) -> SourceFiles:
     """Returns the files to open for some days: theirs, and those whose rows or outcomes matter to them."""
+    if not context.warehouse.has_table(context.table):  # it takes its types from all files
+        return files
     rows = {file for day in days for file in day.files}
     if (near := nearness(context)) is not None:
         of = {day.day for day in days}
         counted = [one.days[day] for one in inventory.rows.values() for day in of & one.days.keys()]
-        rows |= reached(inventory.rows, spans_of(counted), near).keys()
-    return choose(files, rows, {file for day in days for file in day.outcomes})
+        rows |= reached(inventory.rows, spans_of(counted), near.before, 0).keys()
+    return choose(files, rows, {file for day in days for file in day.outcomes}, inventory)
 
 
 def first_kept(days: Collection[datetime.date], events: EventTable | None) -> datetime.date:

@@ -8,10 +8,10 @@ import datetime
 import fnmatch
 import gzip
 import json
-import os
-import tempfile
 import time
+import uuid
 import zlib
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +35,7 @@ from pipeline.extraction.opening import (
     fingerprint,
     stored_types,
 )
+from pipeline.extraction.samples import is_storable
 from pipeline.extraction.sources import key_family
 from storage.query import quote
 from storage.reader import DAY
@@ -44,6 +45,10 @@ VERSION = 1
 KEPT_SECONDS = 30 * 86_400
 """How long the inventory of a config that is not used any more is kept."""
 MICROSECONDS = 1_000_000
+
+
+Span = tuple[int, int]
+"""First and last microsecond since 1970."""
 
 
 class FileDay(NamedTuple):
@@ -101,17 +106,21 @@ class Inventory:
             return cls()
 
     def write(self, path: Path) -> None:
-        """Writes the inventory, as a whole or not at all."""
+        """Writes the inventory, as a whole or not at all. Without a place for it there is none."""
         rows = {
             address: (*one[:3], {f"{day}": counts for day, counts in one.days.items()})
             for address, one in self.rows.items()
         }
         settled = {address: one for address, one in self.outcomes.items() if one.seen == one.last}  # else time tells
         found = {"rows": rows, "outcomes": settled, "types": (dict(self.types.rows), dict(self.types.outcomes))}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as draft:
-            draft.write(gzip.compress(json.dumps(found).encode(), 1))
-        os.replace(draft.name, path)
+        draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(gzip.compress(json.dumps(found).encode(), 1))
+            draft.replace(path)
+        except OSError:  # a full disk, or another user's folder: the next ingest looks again
+            with contextlib.suppress(OSError):
+                draft.unlink()
         for other in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
             with contextlib.suppress(OSError):
                 if time.time() - other.stat().st_mtime > KEPT_SECONDS:
@@ -162,9 +171,8 @@ def learn(reader: SourceReader, known: Inventory, warn: Callable[[str], None]) -
     Raises:
         DataError: With the first file of which other rows were read than it has.
     """
-    learner = _Learner(reader, known)
     try:
-        return learner.learn()
+        return _Learner(reader, known).learn()
     except _OtherTypesError as error:
         warn(f"all files are read: new ones have other types than earlier ones in columns {', '.join(error.columns)}")
         return _Learner(reader, Inventory()).learn()
@@ -186,6 +194,24 @@ class _Learner:
         self.new = [file for file in self.files.rows if str(file) not in self.rows]
         self.logs = [file for file in self.files.outcomes if str(file) not in self.outcomes]
         self.near = nearness(self.context)
+        if self._may_have_lost_a_type():
+            self._forget()
+
+    def _may_have_lost_a_type(self) -> bool:
+        """Whether a column, or its type, may be known of files alone that are gone or have changed."""
+        lost = not self.rows or (not self.context.only and any(file not in self.rows for file in self.known.rows))
+        warehouse, table, events = self.context.warehouse, self.context.table, self.context.events
+        stored = {*warehouse.table(table).schema().as_arrow().names} if lost and warehouse.has_table(table) else set()
+        chosen = ("*",) if events is None else events.columns
+        return lost and any(
+            name not in stored and kind != NOTHING and is_storable(kind) and _is_chosen(name, chosen)
+            for name, kind in self.known.types.rows.items()
+        )
+
+    def _forget(self) -> None:
+        self.known = Inventory()
+        self.reader.known, self.rows, self.outcomes = self.known.types, {}, {}
+        self.new, self.logs = [*self.files.rows], [*self.files.outcomes]
 
     def _old(self, file: SourceFile, known: Mapping[str, Any]) -> Any:
         """Returns what is known of a file, unless it has changed."""
@@ -198,15 +224,13 @@ class _Learner:
         spans = self._gone()
         if not (self.new or self.logs or spans):
             return self._inventory(self.known.types)
-        opened = [*self.new, *self._latest()]
-        opened += [] if opened else [self.files.rows[-1]]
-        rows = self._open([*opened, *self._reached(spans, opened)])
+        opened = {*map(str, self.new), *self._latest(), *self._needed(spans)}
+        rows = self._open(opened or {str(self.files.rows[-1])})
         found = self._survey(rows)
         if self.near is not None:
-            new = [day for file in self.new for day in found[str(file)].values()]
-            spans += spans_of(new)
-            if further := self._reached(spans, rows.files.rows):
-                rows = self._open([*rows.files.rows, *further])
+            spans += spans_of(day for file in self.new for day in found[str(file)].values())
+            if further := self._needed(spans) - found.keys():
+                rows = self._open(found.keys() | further)
                 found = self._survey(rows)
         self._refuse_other_types(rows.types)
         self._take(rows, found, spans)
@@ -236,37 +260,42 @@ class _Learner:
             self.outcomes[str(file)] = OutcomeFile(*self.stamps[file][1:])
             self.logs.remove(file)
 
-    def _gone(self) -> list[tuple[int, int]]:
+    def _gone(self) -> list[Span]:
         """Returns the times of files that are gone or have changed: others may have repeated their rows."""
         if self.near is None:
             return []
         gone = [one for address, one in self.known.rows.items() if address not in self.rows]
         return spans_of(day for one in gone for day in one.days.values())
 
-    def _latest(self) -> list[SourceFile]:
+    def _latest(self) -> set[str]:
         """Returns the known files that end last. Most new files follow them, or bring late outcomes of their rows."""
-        if self.near is None:
-            return []
         ends = [day.end for one in self.rows.values() for day in one.days.values() if day.end is not None]
-        return self._reached([(max(ends), max(ends))], ()) if ends else []
+        if self.near is None or not ends:
+            return set()
+        return {*reached(self.rows, [(max(ends), max(ends))], self.near.before, 0)}
 
-    def _reached(self, spans: Sequence[tuple[int, int]], opened: Collection[SourceFile]) -> list[SourceFile]:
-        """Returns the known files with rows near to some times, but for those that are open."""
+    def _touched(self, spans: Sequence[Span]) -> dict[str, set[datetime.date]]:
+        """Returns known files -> their days with rows that may repeat rows of some times."""
+        return {} if self.near is None else reached(self.rows, spans, 0, self.near.repeats)
+
+    def _needed(self, spans: Sequence[Span]) -> set[str]:
+        """Returns the known files to open because of rows of some times: all that decide what is touched."""
         if self.near is None or not spans:
-            return []
-        near = reached(self.rows, spans, self.near)
-        return [file for file in self.files.rows if str(file) in near and file not in {*opened}]
+            return set()
+        touched = [self.rows[file].days[day] for file, days in self._touched(spans).items() for day in days]
+        return {*reached(self.rows, [*spans, *spans_of(touched)], self.near.before, 0)}
 
-    def _open(self, rows: Sequence[SourceFile]) -> OpenSource:
+    def _open(self, rows: Collection[str]) -> OpenSource:
         begins = [
-            day.begin for file in rows if (one := self.rows.get(str(file))) for day in one.days.values()
+            day.begin for file in rows if (one := self.rows.get(file)) for day in one.days.values()
             if day.begin is not None
         ]  # fmt: skip
         later = {
             address for address, one in self.outcomes.items()
             if begins and one.last is not None and one.last >= min(begins)
         }  # fmt: skip
-        return self.reader.rows(choose(self.files, {*map(str, rows)}, later | {*map(str, self.logs)}))
+        known = Inventory(self.rows, self.outcomes)
+        return self.reader.rows(choose(self.files, rows, later | {*map(str, self.logs)}, known))
 
     def _survey(self, rows: OpenSource) -> dict[str, dict[datetime.date, FileDay]]:
         """Returns file -> day -> its rows, for the files that are open."""
@@ -294,7 +323,7 @@ class _Learner:
         return found
 
     def _take(
-        self, rows: OpenSource, found: Mapping[str, Mapping[datetime.date, FileDay]], spans: Sequence[tuple[int, int]]
+        self, rows: OpenSource, found: Mapping[str, Mapping[datetime.date, FileDay]], spans: Sequence[Span]
     ) -> None:
         """Takes over what was found of new files, and of known ones whose rows may repeat others now."""
         properties = self.context.warehouse.config.catalog
@@ -306,7 +335,7 @@ class _Learner:
                     "Run it again once the file is complete: it may have changed meanwhile.",
                 )  # fmt: skip
             self.rows[str(file)] = RowFile(*self.stamps[file][1:], expected, dict(counted))
-        touched = {} if self.near is None else reached(self.rows, spans, (0, self.near[0]))
+        touched = self._touched(spans)
         for address in touched.keys() & found.keys():
             one = self.rows[address]
             days = {
@@ -336,7 +365,7 @@ class _Learner:
             if name in deciding or "*" in deciding:
                 return True
             fits = name in stored and is_number(found.rows[name]) and _is_plain(known.rows[name])
-            return not fits and any(fnmatch.fnmatchcase(name, pattern) for pattern in chosen)
+            return not fits and _is_chosen(name, chosen)
 
         other = [name for name in _differing(known.rows, found.rows) if matters(name)]
         if (logs := context.source.outcomes) is not None:
@@ -359,6 +388,10 @@ def _deciding(context: SourceContext) -> set[str]:
     )
 
 
+def _is_chosen(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _is_plain(kind: str) -> bool:
     """Tells whether a column of the table takes numbers of any type as its own: it holds numbers or text."""
     return kind == "VARCHAR" or is_number(kind)
@@ -368,7 +401,8 @@ def _differing(known: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     """Returns the columns with different types. Whole numbers of different widths are alike."""
 
     def alike(one: str, other: str) -> bool:
-        return one == other or NOTHING in (one, other) or key_family(one) == key_family(other) == "integers"
+        whole = key_family(one) == key_family(other) == "integers" and "BOOLEAN" not in (one, other)
+        return one == other or NOTHING in (one, other) or whole
 
     return [name for name, kind in found.items() if name in known and not alike(kind, known[name])]
 
@@ -382,22 +416,31 @@ def _microseconds(column: str) -> str:
     return f"epoch_us(CAST({column} AS TIMESTAMP))"
 
 
-def nearness(context: SourceContext) -> tuple[int, int] | None:
-    """Returns how far before and after a row others may lie that matter to it, in microseconds. None: none does.
+class Nearness(NamedTuple):
+    """How far before a row others may lie that matter to it, in microseconds."""
 
-    A row may repeat an earlier one. Outcomes are told apart from those of earlier impressions by their windows.
-    """
-    repeats = context.repeat_seconds * MICROSECONDS
-    if context.source.outcomes is not None:
-        return max(repeats, context.source.outcomes.longest_seconds * MICROSECONDS), repeats
-    return (repeats, repeats) if context.events is not None and context.events.unique is not None else None
+    repeats: int
+    """Rows that it may repeat."""
+    before: int
+    """The same, and impressions whose outcomes may lie in its window."""
 
 
-def spans_of(days: Iterable[FileDay]) -> list[tuple[int, int]]:
+def nearness(context: SourceContext) -> Nearness | None:
+    """Returns how near rows must be to matter to each other. None: none does."""
+    repeats, outcomes = context.repeat_seconds * MICROSECONDS, context.source.outcomes
+    if outcomes is not None:
+        return Nearness(repeats, max(repeats, outcomes.longest_seconds * MICROSECONDS))
+    return Nearness(repeats, repeats) if context.events is not None and context.events.unique is not None else None
+
+
+def spans_of(days: Iterable[FileDay]) -> list[Span]:
     """Returns the spans of time of rows, those that overlap as one."""
-    found: list[tuple[int, int]] = []
-    times = [(day.begin, day.end) for day in days]
-    for begin, end in sorted((begin, end) for begin, end in times if begin is not None and end is not None):
+    return _merge((day.begin, day.end) for day in days if day.begin is not None and day.end is not None)
+
+
+def _merge(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
             found[-1] = (found[-1][0], max(end, found[-1][1]))
         else:
@@ -406,30 +449,32 @@ def spans_of(days: Iterable[FileDay]) -> list[tuple[int, int]]:
 
 
 def reached(
-    files: Mapping[str, RowFile], spans: Sequence[tuple[int, int]], near: tuple[int, int]
+    files: Mapping[str, RowFile], spans: Sequence[Span], before: int, after: int
 ) -> dict[str, set[datetime.date]]:
     """Returns the files with rows in or near to spans of time -> the days of these rows.
 
     Args:
-        near: How long before and after a span.
+        before, after: How near, in microseconds.
     """
-    found: defaultdict[str, set[datetime.date]] = defaultdict(set)
-    for address, one in files.items():
+    wide = _merge((first - before, last + after) for first, last in spans)
+    firsts, found = [first for first, _ in wide], defaultdict[str, set[datetime.date]](set)
+    for file, one in files.items():
         for day, counts in one.days.items():
-            begin, end = counts.begin, counts.end
-            if (
-                begin is not None
-                and end is not None
-                and any(end >= first - near[0] and begin <= last + near[1] for first, last in spans)
-            ):
-                found[address].add(day)
+            if counts.begin is None or counts.end is None:
+                continue
+            place = bisect_right(firsts, counts.end) - 1
+            if place >= 0 and wide[place][1] >= counts.begin:
+                found[file].add(day)
     return dict(found)
 
 
-def choose(files: SourceFiles, rows: Collection[str], outcomes: Collection[str]) -> SourceFiles:
-    """Returns those of the files with some addresses, and of an outcome log at least one."""
+def choose(files: SourceFiles, rows: Collection[str], outcomes: Collection[str], known: Inventory) -> SourceFiles:
+    """Returns those of the files with some addresses, and of an outcome log at least one that has rows."""
     chosen = [file for file in files.outcomes if str(file) in outcomes]
-    return SourceFiles([file for file in files.rows if str(file) in rows], chosen or files.outcomes[-1:], files.lookups)
+    if not chosen:
+        timed = [file for file in files.outcomes if (one := known.outcomes.get(str(file))) and one.last is not None]
+        chosen = [*(timed or files.outcomes)][-1:]
+    return SourceFiles([file for file in files.rows if str(file) in rows], chosen, files.lookups)
 
 
 class Window(NamedTuple):

@@ -50,6 +50,9 @@ class Join:
     Only key, time and action of both logs are joined, and only once. The result has one row for each impression with an
     outcome. It is small and stays in a table until samples are written. DuckDB spills all of it if memory is short.
 
+    Attributes:
+        whole: Whether all files of the outcome log are there. Otherwise an action may be in others.
+
     Args:
         source: View of the feature log, numbered.
         files: Files of the outcome log.
@@ -72,7 +75,7 @@ class Join:
         unit: str | None = None,
         known: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.connection, self.source, self.config = connection, source, outcomes
+        self.connection, self.source, self.config, self.whole = connection, source, outcomes, True
         self.made = outcomes.labels_by_column(label)
         times = [outcomes.outcome_time]
         where = "source.outcomes.path"
@@ -90,7 +93,7 @@ class Join:
         counts = [f"CAST(0 AS BIGINT) AS n{i}, CAST(0 AS DOUBLE) AS v{i}" for i in range(len(self.made))]
         for table, columns in {
             "repeated": f"{FILE} AS file, {ROW} AS row",
-            "found": ", ".join([f"{self.key} AS key", *counts]),
+            "found": ", ".join([f"{self.key} AS key, {self.shown} AS shown", *counts]),
         }.items():
             self.connection.execute(f"CREATE TABLE {table} AS SELECT {columns} FROM {self.source} WITH NO DATA")
         labels = [_value(made, i) + f" AS {quote(name)}" for i, (name, made) in enumerate(self.made.items())]
@@ -108,7 +111,7 @@ class Join:
         self.connection.execute(
             f"CREATE VIEW labelled AS SELECT s.*, {', '.join(labels)}, s.{self.key} AS {KEY},"
             f" s.{self.shown} AS {SHOWN}, {reason} AS {REASON}, {out} AS {LEFT_OUT}"
-            f" FROM {self.source} s LEFT JOIN found f ON f.key = s.{self.key}"
+            f" FROM {self.source} s LEFT JOIN found f ON f.key = s.{self.key} AND f.shown = s.{self.shown}"
             f" LEFT JOIN repeated r ON r.file = s.{FILE} AND r.row = s.{ROW}"
         )
 
@@ -149,7 +152,7 @@ class Join:
             found.append(f"count(*) {inside}, {summed}")
         within = " OR ".join(f"({self._inside(made)})" for made in self.made.values())
         self.connection.execute(
-            f"INSERT INTO found SELECT key, {', '.join(found)} FROM attributed WHERE {within} GROUP BY key"
+            f"INSERT INTO found SELECT key, shown, {', '.join(found)} FROM attributed WHERE {within} GROUP BY 1, 2"
         )
 
     def count_outcomes(self) -> dict[str, LabelJoin]:
@@ -193,7 +196,7 @@ class Join:
                     name, f"at least {least:.1%} of the outcomes of these impressions or this time inside the window",
                     f"{inside:,} of {total:,}",
                 )  # fmt: skip
-            if made.action is not None:
+            if made.action is not None and self.whole:
                 action = f"CAST({quote(self.config.action_column)} AS VARCHAR)"
                 kinds = self.connection.sql(
                     f"SELECT {action}, count(*) FROM outcomes GROUP BY 1 ORDER BY 2 DESC, 1"

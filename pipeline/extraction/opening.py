@@ -18,7 +18,7 @@ import pyarrow as pa
 from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values
 from pipeline.data.formats.reading import Decoder, ReadableFile, first_line, readable_names
 from pipeline.data.formats.types import FILE, ISO_DATE, ROW
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import REPEAT_DAYS, EventTable, LabelColumns, SideTable, SourceConfig
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, OUTCOMES, REASON, SHOWN, Join
@@ -235,11 +235,19 @@ class SourceReader:
         return len(self._ever)
 
     def rows(self, files: SourceFiles) -> OpenSource:
-        """Returns an open source with at least these files, as `open`. It closes the one that was open before."""
+        """Returns an open source with at least these files, as `open`. It closes the one that was open before.
+
+        A few files may contradict what all of them together say, such as one that has fractions for missing numbers.
+        """
         if self._open is None or not self._open.files.covers(files):
             self._stack.close()
-            self._open = self._stack.enter_context(self.open(files))
-            self._ever |= {*files.rows, *files.outcomes}
+            try:
+                self._open = self._stack.enter_context(self.open(files))
+            except (ConfigError, DataError):
+                if files.covers(self.files):
+                    raise
+                self._open = self._stack.enter_context(self.open(self.files))
+            self._ever |= {*self._open.files.rows, *self._open.files.outcomes}
         return self._open
 
     @contextmanager
@@ -277,6 +285,7 @@ class SourceReader:
                     connection, view, source.outcomes, logged, context.schema.label, source.date_format or (),
                     source.day_unit, self.known.outcomes,
                 )  # fmt: skip
+                join.whole = len(files.outcomes) == len(self.files.outcomes)
                 join.mark_repeated(context.repeat_seconds)
                 view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
             stored = stored_types(context.warehouse, context.table)
@@ -382,7 +391,8 @@ def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile
         assert source.path is not None
         files = context.find(source.path, context.place("path"))
         logged = source.outcomes.path if source.outcomes else None
-        if logged is None:  # the first row of a repeated impression may lie in another day's file
+        unique = context.events is not None and context.events.unique is not None
+        if logged is None and not unique:  # the first row of a repeated one may lie in another day's file
             files = _of_days(files, source.day_column, context.only)
         return files, context.find(logged, "source.outcomes.path") if logged else []
     folder = generate_logs(context, report).resolve()

@@ -81,16 +81,15 @@ def _may_be_large(copy: Path, name: str) -> bool:
 
 def _check_objects(connection: "duckdb.DuckDBPyConnection", objects: str, where: str) -> None:
     """Refuses lines that are no objects, and keys that cannot be columns together."""
-    query = f"SELECT DISTINCT CASE json_type(json) WHEN 'OBJECT' THEN json_keys(json) END FROM {objects}"
-    found = [keys for (keys,) in connection.sql(query).fetchall()]
-    if None in found:
+    keys_of = "CASE json_type(json) WHEN 'OBJECT' THEN json_keys(json) ELSE [NULL] END"
+    query = f"SELECT DISTINCT unnest(keys) FROM (SELECT DISTINCT {keys_of} AS keys FROM {objects})"
+    keys = [key for (key,) in connection.sql(query).fetchall()]
+    if None in keys:
         places = f"SELECT row_number() OVER () AS place, json FROM {objects}"
         query = f"SELECT min(place) FROM ({places}) WHERE json_type(json) <> 'OBJECT'"
         odd = connection.sql(query).fetchall()[0][0]
         raise DataError(where, "one object a line", f"another value, {_nth(odd)}", "Correct the file.")
-    keys = {key for one in found for key in one}
-    twice = {key for one in found for key in one if one.count(key) > 1}
-    refuse_like_names(where, [*sorted(keys), *sorted(twice)])
+    refuse_like_names(where, sorted(keys))
     if "" in keys:  # DuckDB then reads each object as one text
         raise DataError(where, "keys that can be names", "an empty one", "Give it a name.")
 

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import groupby
@@ -116,18 +116,33 @@ class Decoder:
                     for file in sorted(missing, key=address_of)
                 }
                 try:
-                    for number, (file, job) in enumerate(jobs.items()):
-                        self.report("decode", number, len(missing))
-                        self._made[file] = job.result()
+                    alone = [
+                        file
+                        for number, file in enumerate(jobs)
+                        if not self._take(jobs[file], file, number, len(missing))
+                    ]
                 finally:
                     pool.shutdown(cancel_futures=True)
+                for file in alone:
+                    self._made[file] = self._decode(connection, file, folder)
         return {file: self._made.get(file) or ReadableFile(file, self.forms[file], file) for file in wanted}
+
+    def _take(self, job: "Future[ReadableFile]", file: SourceFile, number: int, total: int) -> bool:
+        """Waits for a copy. Returns False if there is too little memory for several at once."""
+        self.report("decode", number, total)
+        try:
+            self._made[file] = job.result()
+        except DataError as error:
+            if not isinstance(error.__cause__, duckdb.OutOfMemoryException):
+                raise
+            return False
+        return True
 
     def _decode(self, connection: duckdb.DuckDBPyConnection, file: SourceFile, folder: Path) -> ReadableFile:
         copy = folder / f"{self._numbers[file]:09}" / _parts(file)
-        copy.parent.mkdir(parents=True)
-        with connection:
-            return _copy(connection, file, self.forms[file], copy, self.properties)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.unlink(missing_ok=True)
+        return _copy(connection, file, self.forms[file], copy, self.properties)
 
 
 @contextmanager

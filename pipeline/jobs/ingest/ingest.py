@@ -75,7 +75,7 @@ def make_source_context(workspace: Workspace) -> SourceContext:
     config, logs = workspace.config, workspace.home / "logs"
     return SourceContext(
         config.source, config.features, workspace.warehouse, config.name, ROOT, logs,
-        memory_bytes=config.ingest.memory_bytes,
+        memory_bytes=config.ingest.memory_bytes, repeat_days=config.ingest.repeat_days,
     )  # fmt: skip
 
 

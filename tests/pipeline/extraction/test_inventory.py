@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 
+from pipeline.errors import DataError
 from pipeline.extraction.config import EventTable, IngestConfig, LabelColumns, SourceConfig
 from pipeline.extraction.extract import IngestResult, extract, source_days
+from pipeline.extraction.inventory import FileDay, RowFile, reached
 from pipeline.extraction.opening import SourceContext
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
@@ -57,12 +60,12 @@ class World:
             frame.assign(time=frame["time"].map(str)).to_json(path, orient="records", lines=True)
 
     def add(self) -> None:
-        """A new file of the next day, with some rows of the day before and some that repeat others."""
+        """A new file of the next day, with some rows of days before and some that repeat others."""
         self.days += self.chance.choice([1, 1, 1, 3, 9])
         rows: list[dict[str, Any]] = []
         known = [row["id"] for one in self.rows.values() for row in one if not row["id"] % 10]
         for _ in range(self.chance.randrange(1, 9)):
-            moment = START + self.days * DAY + self.chance.choice([0, 0, 0, -1]) * DAY
+            moment = START + self.days * DAY + self.chance.choice([0, 0, 0, 0, -1, -3, -8]) * DAY
             moment += datetime.timedelta(seconds=self.chance.randrange(80_000))
             self.next += 10
             row = {
@@ -150,6 +153,10 @@ def _content(warehouse: Warehouse, table: str) -> list[tuple[Any, ...]]:
     return sorted(rows, key=str)
 
 
+def _day_of(row: tuple[Any, ...]) -> datetime.date:
+    return next(one for one in row if type(one) is datetime.date)
+
+
 def _inventories(home: Path) -> list[Path]:
     return [*(home / "inventory").glob("*.json.gz")]
 
@@ -180,12 +187,15 @@ def test_a_remembered_source_gives_the_same_table_as_one_that_is_read_whole(
         _same(remembering, reading, results)
         counts = world.counts()
         assert source_days(remembering) == sorted(counts)
+    fresh = _context(tmp_path, kind, tmp_path / "fresh")
+    _ingest(fresh)
+    for table in ("rows", "rows_quarantine"):
+        there = [row for row in _content(remembering.warehouse, table) if _day_of(row) in counts]
+        assert there == _content(fresh.warehouse, table)
     if kind == "samples":
         return
     table = "rows" if kind == "events" else "rows_quarantine"
-    found = Counter(
-        next(one for one in row if type(one) is datetime.date) for row in _content(remembering.warehouse, table)
-    )
+    found = Counter(_day_of(row) for row in _content(remembering.warehouse, table))
     expected = counts - world.repeated() if kind == "events" else world.repeated()
     assert {day: count for day, count in found.items() if day in counts} == expected
 
@@ -286,3 +296,147 @@ def test_force_reads_all_files_again(tmp_path: Path) -> None:
     result = extract(context, config, force=True)
     assert result.files is not None
     assert (result.files.opened, len(result.days_written)) == (3, 3)
+
+
+def _put(root: Path, name: str, **columns: list[Any]) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(columns).to_parquet(path)
+
+
+def _at(day: float) -> datetime.datetime:
+    return START + day * DAY + datetime.timedelta(hours=1, minutes=7)
+
+
+def test_an_outcome_counts_for_the_impression_before_it_alone_if_a_key_comes_again(tmp_path: Path) -> None:
+    """The first of the two has no outcome in its window, whichever days are written together."""
+    days = {0: [1, 2], 20: [1, 3]}
+    contexts = [_context(tmp_path, "logs", tmp_path / home) for home in ("nightly", "bulk")]
+    for day, ids in days.items():
+        _put(tmp_path, f"rows/{day:02}.parquet", id=ids, time=[_at(day)] * 2, user=[1, 2])
+        _put(
+            tmp_path,
+            f"outcomes/{day:02}.parquet",
+            id=[3, 2, 1][: 3 if day else 2],
+            time=[_at(day + 0.1)] * (3 if day else 2),
+        )
+        _ingest(contexts[0])
+    _ingest(contexts[1])
+    first, second = (_content(context.warehouse, "rows") for context in contexts)
+    assert first == second
+    names = sorted(contexts[0].warehouse.schema(contexts[0].warehouse.current("rows")).names)
+    labels = {(row[names.index("day")], row[names.index("id")]): row[names.index("label")] for row in first}
+    assert labels == {
+        (datetime.date(2024, 1, 1), 1): 0, (datetime.date(2024, 1, 1), 2): 1,
+        (datetime.date(2024, 1, 21), 1): 1, (datetime.date(2024, 1, 21), 3): 1,
+    }  # fmt: skip
+
+
+def test_an_outcome_log_may_lag_with_an_empty_file(tmp_path: Path) -> None:
+    for day in range(3):
+        _write_day(tmp_path, day, "logs")
+    context = _context(tmp_path, "logs", tmp_path / "home")
+    _ingest(context)
+    _put(tmp_path, "rows/006.parquet", id=[900], time=[_at(6)], user=[1])
+    (tmp_path / "outcomes" / "006.jsonl").touch()
+    assert datetime.date(2024, 1, 7) in _ingest(context).days_written
+
+
+def test_a_day_without_a_rare_action_is_no_wrong_name(tmp_path: Path) -> None:
+    outcomes = {
+        **SOURCES["logs"]["outcomes"],
+        "labels": {"label": {"action": "click"}, "bought": {"action": "buy"}},
+    }
+    source = SourceConfig.model_validate({**SOURCES["logs"], "outcomes": outcomes})
+    warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
+    context = SourceContext(source, LabelColumns(), warehouse, "rows", tmp_path, tmp_path / "logs")
+    for day in (0, 1, 20, 21):
+        ids = [10 * day + number for number in range(8)]
+        _put(tmp_path, f"rows/{day:02}.parquet", id=ids, time=[_at(day)] * 8, user=ids)
+        actions = ["buy" if day < 2 and number == 1 else "click" for number in range(7)]
+        _put(tmp_path, f"outcomes/{day:02}.parquet", id=ids[:7], time=[_at(day + 0.1)] * 7, action=actions)
+        result = extract(context, IngestConfig.model_validate({"checks": {"one_label": "off", "losses": "off"}}))
+        assert result.days_written
+
+
+@pytest.mark.parametrize("key", [[1.0, 2.0], [1.0, None]])
+def test_a_file_that_only_fits_together_with_the_others_is_read_with_them(tmp_path: Path, key: list[Any]) -> None:
+    """pandas writes whole numbers with a missing one as fractions."""
+    source = SourceConfig.model_validate({**SOURCES["samples"], "lookups": [{"path": "users.parquet", "on": ["user"]}]})
+    context = SourceContext(
+        source, LabelColumns(), Warehouse(WarehouseConfig(), tmp_path / "home"), "rows", tmp_path, tmp_path / "logs"
+    )
+    _put(tmp_path, "users.parquet", user=[1, 2], age=[30, 40])
+    _put(tmp_path, "rows/0.parquet", time=[_at(0)] * 2, user=[1, 2], label=[0, 1])
+    _ingest(context)
+    _put(tmp_path, "rows/1.parquet", time=[_at(1)] * 2, user=key, label=[0, 1])
+    assert _ingest(context).days_written == (datetime.date(2024, 1, 2),)
+
+
+def test_the_first_days_of_a_table_have_the_types_of_all_files(tmp_path: Path) -> None:
+    _put(tmp_path, "rows/0.parquet", time=[_at(0)] * 2, x=[1, 2], label=[0, 1])
+    _put(tmp_path, "rows/1.parquet", time=[_at(1)] * 2, x=[1.5, 2.0], label=[0, 1])
+    context = _context(tmp_path, "samples", tmp_path / "home")
+    config = IngestConfig.model_validate({"checks": CHECKS})
+    for day in source_days(context):
+        assert extract(context, config, [day]).days_written == (day,)
+
+
+def test_what_a_corrected_file_had_is_forgotten(tmp_path: Path) -> None:
+    context = _context(tmp_path, "samples", tmp_path / "home")
+    _put(tmp_path, "rows/0.parquet", time=[_at(0)] * 2, x=["n/a", "2"], prce=[1, 2], label=["a", "b"])
+    with pytest.raises(DataError, match="labels of 1 day"):
+        _ingest(context)
+    _put(tmp_path, "rows/0.parquet", time=[_at(0)] * 2, x=[1, 2], price=[1, 2], label=[0, 1])
+    _ingest(context)
+    schema = context.warehouse.schema(context.warehouse.current("rows"))
+    assert "prce" not in schema.names
+    assert pa.types.is_integer(schema.field("x").type)
+
+
+def test_truth_values_in_a_new_file_are_numbers_if_they_are_in_the_others(tmp_path: Path) -> None:
+    context = _context(tmp_path, "samples", tmp_path / "home")
+    for day, x in enumerate(([1, 5], [True, False])):
+        _put(tmp_path, f"rows/{day}.parquet", time=[_at(day)] * 2, x=x, label=[0, 1])
+        assert len(_ingest(context).days_written) == 1
+
+
+def test_one_day_of_events_in_folders_knows_what_the_others_repeat(tmp_path: Path) -> None:
+    events = EVENTS.model_copy(update={"path": "rows/*/*"})
+    warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
+    context = SourceContext(
+        events.source, LabelColumns(), warehouse, "rows", tmp_path, tmp_path / "logs", events=events
+    )
+    _put(tmp_path, "rows/time=2024-01-01/a.parquet", id=[1, 2], time=[_at(0)] * 2, user=[1, 2])
+    _put(tmp_path, "rows/time=2024-01-02/a.parquet", id=[2, 3], time=[_at(1)] * 2, user=[1, 2])
+    config = IngestConfig.model_validate({"checks": CHECKS})
+    for only in ([], [datetime.date(2024, 1, 2)], []):
+        extract(context, config, only)
+        assert len(_content(warehouse, "rows")) == 3
+
+
+def test_an_inventory_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "inventory").write_text("in the way")
+    _write_day(tmp_path, 0)
+    assert _ingest(_context(tmp_path, "samples", tmp_path / "home")).rows == 4
+
+
+def test_near_files_are_found_in_the_order_of_their_times() -> None:
+    """As by looking at each pair."""
+    chance = random.Random(3)
+    day = datetime.date(2024, 1, 1)
+
+    def span() -> tuple[int, int]:
+        first = chance.randrange(1_000)
+        return first, first + chance.randrange(20)
+
+    for _ in range(50):
+        times = {f"{number}": span() for number in range(30)}
+        files = {name: RowFile(1, 1, 1, {day: FileDay(1, 0, begin=one[0], end=one[1])}) for name, one in times.items()}
+        spans, before, after = [span() for _ in range(chance.randrange(5))], chance.randrange(30), chance.randrange(30)
+        expected = {
+            name for name, (begin, end) in times.items()
+            if any(end >= first - before and begin <= last + after for first, last in spans)
+        }  # fmt: skip
+        assert reached(files, spans, before, after).keys() == expected
