@@ -22,7 +22,7 @@ from typing import Any
 
 import duckdb
 
-from benchmarks.machine import ROOT, machine, say
+from benchmarks.machine import ROOT, describe_machine, machine, say
 
 KINDS = {"logs": "parquet", "samples": "parquet", "csv": "csv.gz", "json": "json.gz", "events": "parquet"}
 """Kind of a source -> ending of its files."""
@@ -33,7 +33,6 @@ OPTIONS = {
 }
 START = datetime.date(2022, 1, 1)
 PACKAGES = ("duckdb", "pyarrow", "pyiceberg")
-DENSE = SPARSE = 8
 
 
 def main(words: Sequence[str]) -> None:
@@ -77,17 +76,22 @@ def _compare(kind: str, days: Sequence[int], rows: int, rounds: int) -> dict[str
 
 
 class Source:
-    """Files of one kind, and a home that ingests them."""
+    """Files of one kind, and a home that ingests them.
 
-    def __init__(self, folder: Path, kind: str, rows: int) -> None:
-        self.folder, self.kind, self.rows, self.days = folder, kind, rows, 0
+    Args:
+        rows: Of a day.
+        columns: Half of them numbers, half of them ids.
+    """
+
+    def __init__(self, folder: Path, kind: str, rows: int, columns: int = 16) -> None:
+        self.folder, self.kind, self.rows, self.columns, self.days = folder, kind, rows, columns, 0
         (folder / "rows").mkdir(parents=True)
         (folder / "outcomes").mkdir()
         self.config = folder / "config.yaml"
         self.config.write_text(json.dumps(self._keys()), encoding="utf-8")
 
     def _keys(self) -> dict[str, Any]:
-        path, sparse = f"rows/*.{KINDS[self.kind]}", [f"cat_{k}" for k in range(SPARSE)]
+        path, sparse = f"rows/*.{KINDS[self.kind]}", [f"cat_{k}" for k in range(self.columns // 2)]
         source: dict[str, Any] = {"path": path, "day_column": "event_time"}
         events = {}
         if self.kind == "logs":
@@ -103,7 +107,9 @@ class Source:
             "split": {"every_nth_day": {"n": 8, "valid": 6, "test": 7}},
             "features": {
                 "label": "label",
-                "dense": [{"columns": [f"num_{k}" for k in range(DENSE)], "transforms": [{"kind": "fill_null"}]}],
+                "dense": [
+                    {"columns": [f"num_{k}" for k in range(self.columns // 2)], "transforms": [{"kind": "fill_null"}]}
+                ],
                 "sparse": [{"columns": sparse, "transforms": [{"kind": "sigrid_hash", "size": 100_000}]}],
             },
         }
@@ -116,8 +122,10 @@ class Source:
                 connection.execute(f"SELECT setseed({1 / (day + 2)})")
                 first, moment = day * self.rows, f"TIMESTAMP '{START + datetime.timedelta(day)}'"
                 moment += f" + to_microseconds(i * {86_000_000_000 // self.rows})"
-                numbers = [f"random() * {k + 1} AS num_{k}" for k in range(DENSE)]
-                ids = [f"hash(i * {k + 3} + {first}) % {10 ** (2 + k % 4)} AS cat_{k}" for k in range(SPARSE)]
+                numbers = [f"random() * {k + 1} AS num_{k}" for k in range(self.columns // 2)]
+                ids = [
+                    f"hash(i * {k + 3} + {first}) % {10 ** (2 + k % 4)} AS cat_{k}" for k in range(self.columns // 2)
+                ]
                 label = [] if self.kind == "logs" else ["CAST(random() < .2 AS INTEGER) AS label"]
                 columns = ", ".join([f"i + {first} AS impression_id, {moment} AS event_time", *label, *numbers, *ids])
                 rows = f"SELECT {columns} FROM range({self.rows}) t(i)"
@@ -158,7 +166,7 @@ def _as_text(figures: dict[str, Any]) -> str:
                 f"{one['one_more_day_seconds']:.2f} | {one['nothing_to_do_seconds']:.2f} | {one['files_opened']:.0f}"
             )
             lines.append(f"| {kind} | {count} | {values} | {found['growth']:.2f} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", describe_machine(figures["machine"])])
 
 
 if __name__ == "__main__":
