@@ -30,6 +30,7 @@ FOUND = {"run folder": (7000243,), "forged checkpoint": (7000635, 7000745)}
 NEED_EXTRAS = {"avro"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.extra if name in NEED_EXTRAS else ()) for name in INPUTS]
 )

@@ -123,7 +123,7 @@ def filters(draw: st.DrawFn, depth: int = 2, negated: bool = False) -> tuple[str
 Stored = tuple[Warehouse, SnapshotRef, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))])
 def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stored:
     """A table of our files, another engine's with and without statistics, deletes, and columns that became wider."""
     random = np.random.default_rng(request.param)
