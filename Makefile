@@ -10,7 +10,8 @@ PYTHON ?= $(firstword $(shell for p in python3 python3.13 python3.12 python3.11;
 EXTRAS ?=
 RUN = $(VENV)/bin/python
 # Test processes: a third of the time is waiting. One that has no more fast tests takes over half of another's; a file
-# of slow tests stays with one process, because they share what takes longest.
+# of slow tests stays with one process, because they share what takes longest. Files with few tests come first as often
+# as others do: theirs are the longest.
 TESTERS ?= 3
 TEST = $(RUN) -m pytest -n $(TESTERS) --dist worksteal
 PREFECT_PORT ?= 4200
@@ -67,7 +68,7 @@ test: setup  ## run the fast tests, which need no extra
 	@$(TEST)
 
 test-slow: setup  ## run one slow test for each promise, and the tests that need extras
-	@$(TEST) --dist loadfile -m '(slow or extra) and not nightly and not gpu' --timeout=900 --durations=25
+	@$(TEST) --dist loadfile --no-loadscope-reorder -m '(slow or extra) and not nightly and not gpu' --timeout=900 --durations=25
 
 test-all: setup  ## run every test that needs no GPU; fails if a fast test takes over 3 seconds
 	@$(TEST) -m 'not gpu' --timeout=900 --fast-seconds=3
