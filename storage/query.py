@@ -1,7 +1,7 @@
 """DuckDB over explicit files, locked down: it can read the files it is given and nothing else."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from storage.objects import register_stores
 
 if TYPE_CHECKING:
     import duckdb
+    import pyarrow as pa
 
 
 def connect(
@@ -58,6 +59,31 @@ def column_types(connection: "duckdb.DuckDBPyConnection", view: str) -> dict[str
     """Returns column -> DuckDB type of a view."""
     relation = connection.view(view)
     return dict(zip(relation.columns, map(str, relation.types), strict=True))
+
+
+def stream(relation: "duckdb.DuckDBPyRelation", rows: int) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
+    """Returns the schema of a relation and its batches of so many rows. Errors in the middle are DuckDB's own.
+
+    Arrow makes an OSError of them, which would pass as a fault of a disk.
+
+    Example:
+        >>> import duckdb
+        >>> schema, batches = stream(duckdb.sql("SELECT 1 AS a"), 100)
+        >>> schema.names, [batch.num_rows for batch in batches]
+        (['a'], [1])
+    """
+    import duckdb
+
+    reader = relation.to_arrow_reader(rows)
+
+    def batches() -> "Iterator[pa.RecordBatch]":
+        try:
+            yield from reader
+        except OSError as error:
+            kind = f"{error}".partition(" Error:")[0].title().replace(" ", "")
+            raise getattr(duckdb, f"{kind}Exception", duckdb.Error)(f"{error}") from error
+
+    return reader.schema, batches()
 
 
 def quote(name: str) -> str:

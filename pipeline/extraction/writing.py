@@ -10,7 +10,7 @@ from pipeline.extraction.days import SourceDay, rows_of_days
 from pipeline.extraction.opening import OpenSource
 from pipeline.extraction.samples import GOOD
 from pipeline.transforms.schema import resolve
-from storage.query import column_types, quote
+from storage.query import column_types, quote, stream
 from storage.reader import DAY
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
@@ -66,14 +66,13 @@ def write_days(
         what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row, source_file"
         bad = f"{rows.view} s LEFT JOIN file_names ON __file = __read WHERE __reason IS NOT NULL"
         query = f"SELECT {what} FROM {bad} AND {rows_of_days(rows, days)} {order}"
-        reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
-        replace_days(warehouse, quarantine, identities, reader.schema, reader, refused)
+        replace_days(warehouse, quarantine, identities, *stream(rows.connection.sql(query), BATCH_ROWS), refused)
     columns = ", ".join(quote(name) for name in rows.columns)
     query = f"SELECT {columns} FROM {rows.view} WHERE {GOOD} AND {rows_of_days(rows, days)} {order}"
-    reader = rows.connection.sql(query).to_arrow_reader(BATCH_ROWS)
+    schema, batches = stream(rows.connection.sql(query), BATCH_ROWS)
     kept = sum(day.kept for day in days)
     notes = {day.day: {INGEST: day.note.model_dump(mode="json")} for day in days}
-    replace_days(warehouse, into, identities, reader.schema, _count_batches(reader, on_rows), kept, notes=notes)
+    replace_days(warehouse, into, identities, schema, _count_batches(batches, on_rows), kept, notes=notes)
 
 
 def _count_batches(batches: Iterable[pa.RecordBatch], on_rows: Callable[[int], None]) -> Iterator[pa.RecordBatch]:

@@ -21,7 +21,7 @@ from pipeline.data.joined.source import PinnedSource
 from pipeline.errors import ConfigError, DataError, StorageError
 from pipeline.transforms.schema import unknown_column
 from storage.objects import is_address
-from storage.query import connect
+from storage.query import connect, stream
 from storage.reader import SnapshotRef
 from storage.scratch import ScratchFolder
 from storage.snapshot.row_filter import RowChoice
@@ -249,7 +249,7 @@ class _Matching:
     def match(self) -> Iterator[pa.RecordBatch]:
         """Yields the number of the set of columns, the keys, all compared columns as they were, and all as they are."""
         query = f"SELECT * FROM before JOIN after USING ({', '.join(self.keys.values())})"
-        yield from self.connection.sql(query).to_arrow_reader(BATCH_ROWS)
+        yield from stream(self.connection.sql(query), BATCH_ROWS)[1]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.query import connect, quote
+from storage.query import connect, quote, stream
 
 
 @pytest.fixture
@@ -99,3 +99,11 @@ def test_no_progress_bar_among_the_output(connection: duckdb.DuckDBPyConnection)
 def test_text_and_lists_of_a_batch_may_exceed_32_bit_offsets(connection: duckdb.DuckDBPyConnection) -> None:
     schema = connection.sql("SELECT 'a' AS x, [1] AS y, ['b'] AS z").to_arrow_reader(1).schema
     assert [str(kind).split("<")[0] for kind in schema.types] == ["large_string", "large_list", "large_list"]
+
+
+def test_an_error_in_the_middle_of_a_stream_is_duckdbs() -> None:
+    """The first batches come before the value that ends it."""
+    query = "SELECT CASE WHEN range < 200_000 THEN range ELSE error('such as ' || range) END AS a FROM range(300_000)"
+    _, batches = stream(duckdb.sql(query), 65_536)
+    with pytest.raises(duckdb.InvalidInputException, match="such as 200000"):
+        sum(batch.num_rows for batch in batches)

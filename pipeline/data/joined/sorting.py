@@ -26,7 +26,7 @@ from pipeline.errors import DataError, StorageError
 from pipeline.processes.code import hash_code
 from storage.arrow import is_list, is_text
 from storage.artifacts import write_text
-from storage.query import connect
+from storage.query import connect, stream
 from storage.scratch import ScratchFolder
 
 MANIFEST = "sorted.json"
@@ -112,7 +112,7 @@ def _sort(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, made: 
         connection.register("events", pa.RecordBatchReader.from_batches(schema, batches()))
         try:
             with _Files(made, layout, where) as files:
-                for batch in connection.sql(query).to_arrow_reader(BATCH_ROWS):
+                for batch in stream(connection.sql(query), BATCH_ROWS)[1]:
                     if batch.num_rows:
                         files.add(batch)
         except duckdb.Error as error:

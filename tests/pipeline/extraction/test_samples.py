@@ -362,3 +362,16 @@ def test_bytes_that_are_text_are_text(ingest: Any, stored: Any, put: Any) -> Non
     ingest({"path": "rows.parquet", "day_column": "at"})
     assert stored()["user"].tolist()[:2] == ["a", "ü"]
     assert stored()["label"].tolist() == [0, 1, 1]
+
+
+@pytest.mark.parametrize("profile", [True, False])
+def test_a_value_that_the_table_cannot_hold_is_named_whoever_reads_it_first(
+    ingest: Any, put: Any, profile: bool
+) -> None:
+    """The statistics, or the writing of the rows."""
+    for day, number in ((1, 5), (2, 5.5)):
+        put(f"{day}.parquet", date=[f"2024-01-0{day}"] * 2, x=[number] * 2, user=[1, 2], label=[0, 1])
+        if day == 1:
+            ingest({"path": "*.parquet", "day_column": "date"}, profile=profile)
+    with pytest.raises(DataError, match=r"column 'x': expected whole numbers, as in table 'events', got 5\.5"):
+        ingest({"path": "*.parquet", "day_column": "date"}, profile=profile)
