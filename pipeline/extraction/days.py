@@ -12,7 +12,7 @@ from pipeline.data.day_notes import DayNote, InputFiles
 from pipeline.data.formats.files import Stamp, stamp
 from pipeline.data.present import today
 from pipeline.errors import EmptyDatasetError
-from pipeline.extraction.config import REPEAT_DAYS, EventTable
+from pipeline.extraction.config import EventTable
 from pipeline.extraction.inventory import (
     FileDay,
     Inventory,
@@ -132,7 +132,9 @@ def list_days(
         declared = [context.source.ingested(), schema.label, schema.weight]
     else:
         declared = [events.model_dump(mode="json", exclude=undeclared_keys(events))]
-    shared = fingerprint([*declared, _as_json(map(stamp, refreshed)), list(order_by), *_looked_back(context)])
+    near = nearness(context)
+    repeats = [] if near is None else [near.repeats]
+    shared = fingerprint([*declared, _as_json(map(stamp, refreshed)), list(order_by), *repeats])
     known: dict[str, RowFile | OutcomeFile] = {**inventory.rows, **inventory.outcomes}
     stamps = {address: stamp_of(address, file) for address, file in known.items()}
     texts = {address: _as_json([one]) for address, one in stamps.items()}
@@ -169,11 +171,6 @@ def list_days(
             )
         )  # fmt: skip
     return days
-
-
-def _looked_back(context: SourceContext) -> list[int]:
-    """The default is no part of an identity: days were written before there was another."""
-    return [] if context.repeat_days == REPEAT_DAYS else [context.repeat_days]
 
 
 def choose_files(

@@ -9,7 +9,6 @@ import fnmatch
 import gzip
 import json
 import time
-import uuid
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
@@ -37,6 +36,7 @@ from pipeline.extraction.opening import (
 )
 from pipeline.extraction.samples import is_storable
 from pipeline.extraction.sources import key_family
+from storage.artifacts import atomic_file
 from storage.query import quote
 from storage.reader import DAY
 
@@ -113,14 +113,8 @@ class Inventory:
         }
         settled = {address: one for address, one in self.outcomes.items() if one.seen == one.last}  # else time tells
         found = {"rows": rows, "outcomes": settled, "types": (dict(self.types.rows), dict(self.types.outcomes))}
-        draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError), atomic_file(path) as draft:  # without room, the next ingest looks again
             draft.write_bytes(gzip.compress(json.dumps(found).encode(), 1))
-            draft.replace(path)
-        except OSError:  # a full disk, or another user's folder: the next ingest looks again
-            with contextlib.suppress(OSError):
-                draft.unlink()
         for other in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
             with contextlib.suppress(OSError):
                 if time.time() - other.stat().st_mtime > KEPT_SECONDS:
@@ -135,7 +129,7 @@ def _parse(size: int, modified: int, rows: int, days: Mapping[str, Sequence[int]
 
 def inventory_path(context: SourceContext) -> Path:
     """Returns the path of a source's inventory. It changes with all that decides what is known of a file."""
-    what = [VERSION, definition_of(context), context.source.format, context.repeat_days]
+    what = [VERSION, definition_of(context), context.source.format, nearness(context)]
     return context.warehouse.home / "inventory" / f"{context.table}-{fingerprint(what)[:16]}.json.gz"
 
 
@@ -241,12 +235,10 @@ class _Learner:
 
     def _inventory(self, types: KnownTypes) -> Inventory:
         self.reader.known = types
-        found = Inventory(self.rows, self.outcomes, types)
-        if self.context.only:  # files of other days were not looked for
-            found.rows = {**self.known.rows, **self.rows}
-        elif not (self.new or self.logs) and self.known.rows.keys() == self.rows.keys():
-            return found
-        if {name for name in _deciding(self.context) if name != "*"} <= {*types.rows}:  # none is of a side table
+        others = self.known.rows if self.context.only else {}  # files of other days were not looked for
+        found = Inventory({**others, **self.rows}, self.outcomes, types)
+        own = _deciding(self.context) - {"*"} <= types.rows.keys()  # none is of a side table, which may change
+        if own and found != self.known:
             found.write(inventory_path(self.context))
         return Inventory(self.rows, self.outcomes, types)
 

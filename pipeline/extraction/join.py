@@ -11,7 +11,7 @@ from pipeline.data.formats.reading import ReadableFile
 from pipeline.data.formats.types import FILE, ISO_DAY, ROW
 from pipeline.errors import ConfigError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
-from pipeline.extraction.sources import check_keys, create_view, has_zone
+from pipeline.extraction.sources import check_keys, create_view, has_zone, repeated_rows
 from storage.arrow import differing_clocks
 from storage.query import column_types, quote
 
@@ -121,13 +121,8 @@ class Join:
         Args:
             seconds: How long before a row another one may lie that it repeats.
         """
-        order = f"OVER (PARTITION BY {self.key} ORDER BY {self.shown}, {FILE}, {ROW})"
-        self.connection.execute(
-            f"INSERT INTO repeated SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, {self.shown} AS shown,"
-            f" lag({self.shown}) {order} AS earlier FROM {self.source} WHERE"
-            f" {self.key} IN (SELECT {self.key} FROM {self.source} GROUP BY 1 HAVING count(*) > 1))"
-            f" WHERE shown <= earlier + to_seconds({seconds})"
-        )
+        repeated = repeated_rows(self.source, [self.config.on], False, self.config.feature_time, seconds)
+        self.connection.execute(f"INSERT INTO repeated {repeated}")
 
     def attribute(self, samples: str, days: str) -> None:
         """Finds the outcomes of the impressions of some days. From then on the view has their labels.

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -142,8 +143,6 @@ class RawSource:
     files: SourceFiles
     read: Mapping[SourceFile, ReadableFile]
     """File -> the file that its rows are read from."""
-    numbered: bool
-    """Whether the rows have the column ROW."""
     notes: Sequence[str]
     """What to warn of."""
 
@@ -172,7 +171,7 @@ class OpenSource:
         """Columns to store."""
         return [name for name in self.connection.view(self.view).columns if not name.startswith("__")]
 
-    @property
+    @cached_property
     def names(self) -> dict[str, str]:
         """File that rows are read from -> the file of the source, whose copy it may be."""
         files = [*self.files.rows, *self.files.outcomes]
@@ -264,7 +263,7 @@ class SourceReader:
             )  # fmt: skip
             tables = [(one, [read[file] for file in paths]) for one, paths in files.lookups.items()]
             view, notes = join_side_tables(connection, SOURCE, tables, source.rename) if tables else (SOURCE, [])
-            yield RawSource(connection, view, files, read, self.numbered, notes)
+            yield RawSource(connection, view, files, read, notes)
 
     @contextmanager
     def open(self, files: SourceFiles) -> Iterator[OpenSource]:
@@ -292,11 +291,11 @@ class SourceReader:
             if context.events is None:
                 made = context.outcome_columns
                 left = unstorable_columns(connection, view, context.schema, made)
-                samples = add_types(connection, view, context.schema, source, columns, made, raw.numbered, stored)
+                samples = add_types(connection, view, context.schema, source, columns, made, self.numbered, stored)
             else:
                 left = {}
                 samples = add_event_types(
-                    connection, view, context.events, context.place, raw.numbered, context.repeat_seconds, stored
+                    connection, view, context.events, context.place, self.numbered, context.repeat_seconds, stored
                 )
             notes = [*raw.notes, *([join.clocks] if join is not None and join.clocks else [])]
             yield OpenSource(connection, samples, files, raw.read, join, unmatched, left, notes)

@@ -13,6 +13,7 @@ from pipeline.data.formats.types import FILE, ISO_DAY, ROW, as_text, is_number
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig, refuse_outcomes
 from pipeline.extraction.join import LEFT_OUT, REASON
+from pipeline.extraction.sources import repeated_rows
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
 from storage.keys import is_key
 from storage.names import LEAST_WEIGHT, MOST_WEIGHT, NAME
@@ -178,7 +179,8 @@ def add_event_types(
     left_out = anonymous = " OR ".join(f"{quote(name)} IS NULL" for name in keys)
     if events.unique is not None:
         columns = resolve(events.unique, names, place("unique"))
-        _mark_repeated(connection, view, columns, "*" in events.unique, time, repeat_seconds)
+        query = repeated_rows(view, columns, "*" in events.unique, time, repeat_seconds)
+        connection.execute(f"CREATE TABLE repeated_rows AS {query}")
         left_out = f"{anonymous} OR ({FILE}, {ROW}) IN (SELECT (file, row) FROM repeated_rows)"
     made = f"{date} AS {DAY}, ({left_out}) AS {LEFT_OUT}, ({anonymous}) AS {ANONYMOUS}"
     connection.execute(
@@ -187,26 +189,6 @@ def add_event_types(
     )
     _check_days(connection, view, time, types[time], count_rows(connection, "samples", f"{DAY} IS NULL"), date, place)
     return "samples"
-
-
-def _mark_repeated(
-    connection: duckdb.DuckDBPyConnection, view: str, columns: Sequence[str], nulls: bool, time: str, seconds: int
-) -> None:
-    """Lists the rows that repeat an earlier one in some columns, in the table repeated_rows.
-
-    Args:
-        nulls: Whether nulls are equal. Else a row with a null repeats none.
-        seconds: How long before a row, by the column `time`, another one may lie that it repeats.
-    """
-    listed, at = ", ".join(map(quote, columns)), quote(time)
-    known = "true" if nulls else " AND ".join(f"{quote(name)} IS NOT NULL" for name in columns)
-    several = f"SELECT hash({listed}) FROM {view} WHERE {known} GROUP BY 1 HAVING count(*) > 1"
-    order = f"OVER (PARTITION BY {listed} ORDER BY {at}, {FILE}, {ROW})"
-    connection.execute(
-        f"CREATE TABLE repeated_rows AS SELECT file, row FROM (SELECT {FILE} AS file, {ROW} AS row, {at} AS moment,"
-        f" lag({at}) {order} AS earlier FROM {view} WHERE {known} AND hash({listed}) IN ({several}))"
-        f" WHERE moment <= earlier + to_seconds({seconds})"
-    )
 
 
 def count_repeated(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> int:

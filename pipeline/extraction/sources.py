@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from pipeline.data.formats.csv import refuse_like_names
 from pipeline.data.formats.files import SourceFile, address_of, folder_values
 from pipeline.data.formats.reading import ReadableFile, explained, read_files
-from pipeline.data.formats.types import FILE, NOTHING, count_times, is_number, parse_times
+from pipeline.data.formats.types import FILE, NOTHING, ROW, count_times, is_number, parse_times
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import SideTable
 from storage.arrow import differing_clocks
@@ -125,6 +125,26 @@ def _add_folders(
     patterns = {name: f".*(?:^|/){re.escape(name)}=([^/]*)/".replace("'", "''") for name in added}
     texts = [f"regexp_extract({FILE}, '{pattern}', 1) AS {quote(name)}" for name, pattern in patterns.items()]
     return rows.select(f"*, {', '.join(texts)}") if texts else rows
+
+
+def repeated_rows(view: str, columns: Sequence[str], nulls: bool, time: str, seconds: int) -> str:
+    """Returns the SQL for FILE and ROW of the rows of a view that repeat an earlier one in some columns.
+
+    Args:
+        view: Numbered.
+        nulls: Whether nulls are equal. Else a row with a null repeats none.
+        time: Column with the time of a row. Of rows with one time the first in the files is the earlier.
+        seconds: How long before a row another one may lie that it repeats.
+    """
+    listed, at = ", ".join(map(quote, columns)), quote(time)
+    known = "true" if nulls else " AND ".join(f"{quote(name)} IS NOT NULL" for name in columns)
+    several = f"SELECT hash({listed}) FROM {view} WHERE {known} GROUP BY 1 HAVING count(*) > 1"
+    earlier = f"lag({at}) OVER (PARTITION BY {listed} ORDER BY {at}, {FILE}, {ROW}) AS earlier"
+    found = f"SELECT {FILE} AS file, {ROW} AS row, {at} AS moment, {earlier} FROM {view}"
+    return (
+        f"SELECT file, row FROM ({found} WHERE {known} AND hash({listed}) IN ({several}))"
+        f" WHERE moment <= earlier + to_seconds({seconds})"
+    )
 
 
 def key_family(kind: str) -> str | None:

@@ -125,6 +125,57 @@ def door(folder: Path) -> Iterator[Case]:
     yield case
 
 
+@contextmanager
+def nights(folder: Path) -> Iterator[Case]:
+    """Some files of a table today, the others tomorrow: what an ingest remembers of the first changes nothing."""
+
+    def case(random: Random) -> None:
+        place = folder / "case"
+        place.mkdir()
+        try:
+            _play_nights(random, place)
+        finally:
+            shutil.rmtree(place)
+
+    yield case
+
+
+def _play_nights(random: Random, place: Path) -> None:
+    kinds = random.choice([[*KINDS, "id", "text"], ["mixed", *MIXED]])
+    made = [_make(random, place, f"{number}", kinds) for number in range(2)]
+    written = Written({**made[0].kinds, **made[1].kinds}, {**made[0].files, **made[1].files})
+    first = set(random.sample(sorted(written.files), random.randint(1, max(1, len(written.files) - 1))))
+    schema, found = _features(random, written), dict[str, Any]()
+    for path in (path for path in written.files if path not in first):
+        path.rename(path.with_name(f"_{path.name}"))  # hidden until tomorrow
+    for home in ("remembers", "reads"):
+        found[home] = [_night(place, home, LabelColumns())]
+    for path in (path for path in written.files if path not in first):
+        path.with_name(f"_{path.name}").rename(path)
+    shutil.rmtree(place / "reads" / "inventory", ignore_errors=True)
+    for home in ("remembers", "reads"):
+        found[home].append(_night(place, home, schema))
+    if found["remembers"] != found["reads"]:
+        require(not isinstance(found["reads"][1], dict), f"{found['reads'][1]} became {found['remembers'][1]}")
+        require(not isinstance(found["remembers"][1], dict), f"refused: {found['reads'][1]}; not if remembered")
+
+
+def _night(place: Path, home: str, schema: FeatureSchema | LabelColumns) -> Table | str:
+    """Ingests the files that are there. Returns the table in the order of its rows, or why not."""
+    warehouse = Warehouse(WarehouseConfig(), place / home)
+    source = SourceConfig.model_validate({"path": "in/**/*", "day_column": "day"})
+    context = SourceContext(source, schema, warehouse, "nights", place, place / "logs")
+    checks = dict.fromkeys(("one_label", "changed_type"), "off")
+    try:
+        result = extract(context, IngestConfig.model_validate({"checks": checks, "profile": False}))
+    except ContractError as error:
+        return f"{error}"
+    columns = sorted(warehouse.schema(result.snapshot).names)
+    reader = warehouse.reader(result.snapshot, columns)
+    parts = [reader.read(fragment) for fragment in reader.fragments()]
+    return {one: [f"{value!r}" for part in parts for value in part[one].to_pylist()] for one in columns}
+
+
 def _play(random: Random, place: Path, warehouse: Warehouse, name: str) -> None:
     """Tables whose columns have one kind each: none may be refused."""
     tables = [_make(random, place, f"{number}", [*KINDS, "id", "id", "text", "text"]) for number in range(TABLES)]

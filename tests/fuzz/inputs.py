@@ -14,6 +14,7 @@ INPUTS: Mapping[str, Input] = {
     "json lines": tables.json_lines,
     **({"avro": tables.avro} if find_spec("fastavro") else {}),
     "door": door.door,
+    "nights": door.nights,
     "parquet": tables.parquet,
     "side table": tables.side_table,
     "ingest": tables.ingest,

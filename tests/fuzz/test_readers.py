@@ -9,6 +9,7 @@ from tests.fuzz.inputs import INPUTS
 
 CASES = {
     "door": 2,
+    "nights": 6,
     "avro": 15,
     "csv": 12,
     "ingest": 4,

@@ -4,7 +4,6 @@ Whoever reads files meets the same rows, nulls and types: for samples, outcomes,
 """
 
 import itertools
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,10 +105,10 @@ class Decoder:
         wanted = list(dict.fromkeys(files))
         missing = [file for file in wanted if file in self._numbers and file not in self._made]
         if missing:
-            folder, threads = self._folder, self.limits.get("threads") or len(os.sched_getaffinity(0))
+            folder = self._folder
             with (
                 _connect([*missing, folder], folder / "spill", self.properties, self.limits) as connection,
-                ThreadPoolExecutor(int(threads)) as pool,
+                ThreadPoolExecutor(_threads_of(connection)) as pool,
             ):
                 jobs = {
                     file: pool.submit(self._decode, connection.cursor(), file, folder)
@@ -155,6 +154,10 @@ def readable_files(
     """Yields file -> the Parquet file to read. Arguments and errors as of `Decoder`."""
     with Decoder(files, place, properties, limits) as decoder:
         yield decoder.read(files)
+
+
+def _threads_of(connection: duckdb.DuckDBPyConnection) -> int:
+    return int(connection.sql("SELECT current_setting('threads')").fetchall()[0][0])
 
 
 def _parts(file: SourceFile) -> str:
