@@ -321,10 +321,10 @@ def test_old_days_leave_the_table_and_do_not_come_back(open_: Open) -> None:
     assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-02", "2024-01-03"]
     done = add(workspace, draw_events(4, 30, 5), "4.parquet")
     assert (done["days_written"], done["days_expired"]) == (1, 1)
-    ahead = draw_events(4, 2, 8).assign(at=pd.Timestamp("2190-01-01"))  # a wrong clock counts as one day
+    ahead = draw_events(4, 2, 8).assign(at=pd.Timestamp("2190-01-01"))  # a wrong clock takes no day away
     done = add(workspace, ahead.astype({"at": "datetime64[us]"}), "ahead.parquet")
-    assert (done["days_written"], done["days_expired"]) == (1, 1)
-    assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-04", "2190-01-01"]
+    assert (done["days_written"], done["days_held"], done["days_expired"]) == (0, 1, 0)
+    assert sorted(stored(workspace)["day"].astype(str).unique()) == ["2024-01-03", "2024-01-04"]
 
 
 @pytest.mark.nightly
@@ -413,6 +413,7 @@ def test_a_table_of_another_declaration_is_not_written(open_: Open) -> None:
     assert ingest_days(open_(columns=["item"]), None, force=True)["events"]["watched"]["days_written"] == 3
     samples = open_().config.model_dump(mode="json", exclude={"source": {"day"}}) | {"name": "other"}
     samples["events"] = {"ads": samples["events"]["watched"] | {"keep_days": 1}}
+    samples["ingest"]["other_sources"] = True  # the files are others, too
     for logs in ("histories", "windows"):
         samples["features"][logs][0]["table"] = "ads"
     with pytest.raises(ConfigError, match=r"events\.ads: expected .* or a table of samples"):
