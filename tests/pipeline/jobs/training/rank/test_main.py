@@ -299,7 +299,7 @@ def test_a_nan_loss_ends_all_ranks_at_once(
     rank_spec: Callable[..., RankSpec], dying: Callable[..., Run], tmp_path: Path
 ) -> None:
     """This is the default, without another attempt. Earlier checkpoints are whole and finite."""
-    with pytest.raises(ContractError, match=r"^loss at step 7: expected a finite number, got nan\. Lower"):
+    with pytest.raises(ContractError, match=r"^loss at step 7: expected a finite number, got nan\. Clamp"):
         dying(rank_spec(tmp_path / "run", **SETTINGS), [[0, 1, "train_step", "step 6;", "nan"]])
     folder = checkpoint.find_latest(tmp_path / "run" / "checkpoints")
     assert folder is not None
