@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.machine import describe_machine, machine, say
-from pipeline.data.profile import measure_days, store
+from pipeline.data.measurement import measure_days
+from pipeline.data.profile import store
 from storage.config import WarehouseConfig
-from storage.query import connect
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
@@ -97,7 +97,7 @@ def at_size(columns: int, days: int, rows: int, rounds: int) -> dict[str, dict[s
     Returns:
         Operation -> median seconds, and the share of them with a frame of pyiceberg on the stack.
     """
-    with _warehouse() as warehouse, tempfile.TemporaryDirectory(prefix="dlrm-warehouse-") as folder:
+    with _warehouse() as warehouse:
         write = _writer(warehouse, columns, rows)
         for first in range(0, days, DAYS_AT_ONCE):
             write(first, done := min(DAYS_AT_ONCE, days - first))
@@ -106,9 +106,8 @@ def at_size(columns: int, days: int, rows: int, rounds: int) -> dict[str, dict[s
         names = [f"c{i}" for i in range(0, columns, 10)]
 
         def measure(day: int) -> None:
-            with connect([], Path(folder), "1GB") as connection:
-                one = FIRST + datetime.timedelta(days=day)
-                store(warehouse, TABLE, measure_days(connection, warehouse, reference, [one]), {one: "i"})
+            one = FIRST + datetime.timedelta(days=day)
+            store(warehouse, TABLE, measure_days(warehouse, reference, [one]), {one: "i"})
 
         operations: dict[str, Callable[[int], object]] = {
             "commit of a new day": lambda i: write(days + i),

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -11,6 +12,10 @@ from storage.objects import register_stores
 if TYPE_CHECKING:
     import duckdb
     import pyarrow as pa
+
+BATCH_ROWS = 65_536
+BATCH_VALUES = 1 << 23
+"""Rows times columns of a batch: 64 MB of numbers."""
 
 
 def connect(
@@ -61,24 +66,34 @@ def column_types(connection: "duckdb.DuckDBPyConnection", view: str) -> dict[str
     return dict(zip(relation.columns, map(str, relation.types), strict=True))
 
 
-def stream(relation: "duckdb.DuckDBPyRelation", rows: int) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
-    """Returns the schema of a relation and its batches of so many rows. Errors in the middle are DuckDB's own.
+def stream(
+    relation: "duckdb.DuckDBPyRelation", rows: int | None = None
+) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
+    """Returns the schema of a relation and its rows in batches. Errors in the middle are DuckDB's own.
 
-    Arrow makes an OSError of them, which would pass as a fault of a disk.
+    Arrow makes an OSError of them, which would pass as a fault of a disk. A thread makes the next batch meanwhile.
+    Until the last one, the connection can do nothing else.
+
+    Args:
+        rows: Of a batch. None: as many as have BATCH_VALUES, at most BATCH_ROWS.
 
     Example:
         >>> import duckdb
-        >>> schema, batches = stream(duckdb.sql("SELECT 1 AS a"), 100)
+        >>> schema, batches = stream(duckdb.sql("SELECT 1 AS a"))
         >>> schema.names, [batch.num_rows for batch in batches]
         (['a'], [1])
     """
     import duckdb
 
-    reader = relation.to_arrow_reader(rows)
+    reader = relation.to_arrow_reader(rows or max(1, min(BATCH_ROWS, BATCH_VALUES // len(relation.columns))))
 
     def batches() -> "Iterator[pa.RecordBatch]":
         try:
-            yield from reader
+            with ThreadPoolExecutor(1, "stream") as thread:
+                coming = thread.submit(next, reader, None)
+                while (batch := coming.result()) is not None:
+                    coming = thread.submit(next, reader, None)
+                    yield batch
         except OSError as error:
             kind = f"{error}".partition(" Error:")[0].title().replace(" ", "")
             raise getattr(duckdb, f"{kind}Exception", duckdb.Error)(f"{error}") from error

@@ -4,9 +4,9 @@ import datetime
 import itertools
 import os
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -31,6 +31,8 @@ from storage.reader import DAY
 MARK = b"dlrm.layout"
 """Key in a file's footer: the mark of its layout."""
 FILES_AT_A_TIME = min(4, os.cpu_count() or 1)
+BYTES_AT_A_TIME = 256 * 1024 * 1024
+"""Rows that are written while the next ones are made. Larger tables are written one at a time."""
 MEASURED_COLUMNS = 64
 """Columns with statistics in the footer, 46 bytes in each row group. With statistics of 1,000 columns, a footer is half
 as large again, and each reader parses it."""
@@ -87,11 +89,29 @@ class DataFileWriter:
         self._numbers = itertools.count()
 
     def write(self, rows: pa.Table) -> list[DataFile]:
-        """Writes one file for each day, in order of the days. Rows are sorted by `order_by`, else keep their order.
+        """Writes a table, as `write_all`."""
+        return list(self.write_all([rows]))
 
-        Columns that the rows lack are null. Maps that they lack are left out, and so are columns for keys of maps: a
-        reader takes these from whichever of the two a file has.
+    def write_all(self, tables: Iterable[pa.Table]) -> Iterator[DataFile]:
+        """Writes one file of each table for each day, in order of the days, while the next table is made.
+
+        Rows are sorted by `order_by`, else keep their order. Columns that the rows lack are null. Maps that they lack
+        are left out, and so are columns for keys of maps: a reader takes these from whichever of the two a file has.
         """
+        begun: deque[tuple[int, list[Future[DataFile]]]] = deque()
+        pool = ThreadPoolExecutor(FILES_AT_A_TIME)
+        try:
+            for rows in tables:
+                begun.append((rows.nbytes, [pool.submit(self._file, *one) for one in self._parts(rows)]))
+                while sum(size for size, _ in begun) > BYTES_AT_A_TIME or len(begun) > FILES_AT_A_TIME:
+                    yield from (one.result() for one in begun.popleft()[1])
+            for _, files in begun:
+                yield from (one.result() for one in files)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _parts(self, rows: pa.Table) -> Iterator[tuple[datetime.date, pa.Table, int]]:
+        """Yields the days of a table with their rows and the number of their file."""
         given = set(rows.schema.names)
         fields = pa.schema([field for field in self.arrow if field.name in given or field.name not in self.keyed])
         whole = pa.table([_column(rows, field, given) for field in fields], schema=fields)
@@ -105,10 +125,8 @@ class DataFileWriter:
                     f"Give them one, or make the column optional: ALTER COLUMN {field.name} DROP NOT NULL.",
                 )  # fmt: skip
         days = sorted(pc.unique(whole[DAY]).to_pylist())
-        parts = (whole.filter(pc.equal(whole[DAY], day)) if len(days) > 1 else whole for day in days)
-        numbers = [next(self._numbers) for _ in days]
-        with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-            return list(pool.map(partial(self._file), days, parts, numbers))
+        for day in days:
+            yield day, whole.filter(pc.equal(whole[DAY], day)) if len(days) > 1 else whole, next(self._numbers)
 
     def _file(self, day: datetime.date, rows: pa.Table, number: int) -> DataFile:
         key = PartitionKey([PartitionFieldValue(self.spec.fields[0], day)], self.spec, self.schema)

@@ -8,7 +8,7 @@ from typing import get_args
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.data.profile import measure_days, profile_name, profiles, store, stored_rows
+from pipeline.data.profile import profile_name, profiles, store, stored_rows
 from pipeline.data.stored import to_numbers
 from pipeline.errors import DataError
 from pipeline.extraction.checks import CheckResult, KnownDays, check
@@ -136,8 +136,10 @@ def _check(
     columns = warehouse.schema(snapshot)
     names, maps = [name for name in columns.names if name != DAY], map_names(columns)
     earlier = days_before(warehouse, snapshot.table, days, rules.trailing_days)
+    from pipeline.data.measurement import measure_days  # loads numba
+
+    measured = measure_days(warehouse, snapshot, days, number_columns(schema, names, (), maps))
     with connect([], folder, **duckdb_limits(config.memory_bytes)) as connection:
-        measured = measure_days(connection, warehouse, snapshot, days, number_columns(schema, names, (), maps))
         duplicates = {}
         if rules.key is not None and rules.duplicates != "off":
             reader = warehouse.reader(snapshot, [DAY, rules.key])

@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -379,12 +379,6 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
         """Returns what happens to a day that breaks the rule."""
         found: Verdict = getattr(self, rule)
         return found
-
-    @property
-    def strict(self) -> list[Rule]:
-        """Rules that keep a day out of the table and need its statistics."""
-        own = ("losses", "future", "one_label", "unmatched")
-        return [rule for rule in get_args(Rule) if rule not in own and self.outcome(rule) in ("fail", "quarantine")]
 
 
 class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

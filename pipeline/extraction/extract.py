@@ -15,7 +15,7 @@ from pipeline.data.present import newest_day
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError, keep_if_failed
 from pipeline.extraction.absolute import KEYS_MATCHED, Broken, count_matched, find_few, open_sources
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns
-from pipeline.extraction.config import IngestConfig, Rule, Verdict
+from pipeline.extraction.config import IngestConfig, Verdict
 from pipeline.extraction.data_loss import StoredDay, add_statistics, find_losses, read_stored_days
 from pipeline.extraction.days import (
     Accounts,
@@ -40,7 +40,7 @@ from pipeline.extraction.enrich import (
 )
 from pipeline.extraction.inventory import Inventory, inventory_path, learn
 from pipeline.extraction.join import LabelJoin
-from pipeline.extraction.opening import OpenSource, Report, SourceContext, SourceReader, duckdb_limits, fingerprint
+from pipeline.extraction.opening import OpenSource, Report, SourceContext, SourceReader, fingerprint
 from pipeline.extraction.own_source import refuse_strangers, remember
 from pipeline.extraction.profiling import (
     CheckedProfile,
@@ -55,6 +55,7 @@ from pipeline.extraction.profiling import (
 from pipeline.extraction.samples import ANONYMOUS, count_repeated, count_rows, maps_of, number_columns
 from pipeline.extraction.writing import order_clause, write_days
 from pipeline.transforms.schema import FeatureSchema
+from storage.keys import map_names
 from storage.query import column_types, quote
 from storage.reader import SnapshotRef
 from storage.snapshot.writing import replace_days
@@ -381,17 +382,16 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, Ch
     """
     rows, context, checks = plan.rows, ingest.context, ingest.config.checks
 
-    def numbers(types: Mapping[str, str]) -> set[str]:
-        names = [name for name in types if not name.startswith("__")]
+    def numbers(names: Sequence[str], maps: Sequence[str]) -> set[str]:
         labelled = context.label is not None
-        return number_columns(context.schema, names, context.outcome_columns, maps_of(types)) if labelled else set()
+        return number_columns(context.schema, [*names], context.outcome_columns, maps) if labelled else set()
 
     if ingest.config.profile:
-        limits = duckdb_limits(context.memory_bytes)
-        repair_profile(context.warehouse, context.table, plan.unchanged, numbers, ingest.warn, limits)
+        repair_profile(
+            context.warehouse, context.table, plan.unchanged, lambda schema: numbers(schema.names, map_names(schema))
+        )
     if rows is None or not plan.due:
         return None, CheckResult()
-    rewritten = any(day.day in plan.stored for day in plan.due)
     due = {day.day: day for day in plan.due}
     rows_view = rows.create_good_view(rows_of_days(rows, plan.due))
     unmatched = _find_unmatched(ingest, plan, rows, rows_view)
@@ -400,19 +400,17 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, Ch
         of_day = [one.model_copy(update={"day": day}) for one in unmatched]
         return [*_find_losses(ingest, plan, due, day, statistics), *of_day]
 
-    holds: list[Rule] = ["losses"] if rewritten and ingest.loss_outcome in ("fail", "quarantine") else []
+    types = {name: kind for name, kind in column_types(rows.connection, rows.view).items() if not name.startswith("__")}
     new = NewDays(
         rows=rows_view,
         counts={day.day: day.kept for day in plan.due},
         open={day.day for day in plan.due if day.note.open},
         label=context.label,
-        numbers=numbers(column_types(rows.connection, rows.view)),
+        numbers=numbers([*types], maps_of(types)),
         features=context.schema.named_columns() if isinstance(context.schema, FeatureSchema) else (),
         all_columns=ingest.config.profile,
     )
-    profiled = profile_days(
-        rows.connection, new, context.warehouse, context.table, checks, ingest.warn, [*checks.strict, *holds], find
-    )
+    profiled = profile_days(rows.connection, new, context.warehouse, context.table, checks, find)
     return profiled, profiled.checked
 
 

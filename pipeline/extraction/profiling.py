@@ -3,31 +3,17 @@
 import datetime
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.formats.reading import first_line
-from pipeline.data.profile import (
-    SCHEMA,
-    add_drift,
-    measure,
-    measure_columns,
-    measure_days,
-    profile_name,
-    profiles,
-    store,
-    types_of,
-)
-from pipeline.errors import ConfigError, DataError
+from pipeline.data.profile import SCHEMA, add_drift, profile_name, profiles, store
+from pipeline.errors import ConfigError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, KnownDays, check, columns_of_day, rows_of_day
-from pipeline.extraction.config import ChecksConfig, Rule
+from pipeline.extraction.config import ChecksConfig
 from storage.names import TRAILING_DAYS
-from storage.query import column_types, connect, quote
+from storage.query import quote, stream
 from storage.reader import DAY
-from storage.scratch import ScratchFolder
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
@@ -81,35 +67,17 @@ def profile_days(
     warehouse: Warehouse,
     table: str,
     config: ChecksConfig,
-    warn: Warn,
-    strict: Sequence[Rule],
     find: Found,
 ) -> CheckedProfile:
     """Measures new days and checks them against the rules. Nothing is written.
 
     Args:
-        warn: Called if the measurement fails.
-        strict: Rules that keep a day out of the table.
         find: Finds further rules that a day breaks.
     Raises:
         ConfigError: If there is no column `config.key`.
-        DataError: If the days could not be measured, and a rule is set to fail or quarantine.
     """
     rows, counts, complete = new.rows, new.counts, new.all_columns
-    try:
-        measured = measure(connection, rows, new.numbers, counts) if complete else _measure_label(connection, new)
-    except duckdb.Error as error:
-        reason = first_line(error)
-        if strict and not isinstance(error, duckdb.OutOfMemoryException):
-            raise
-        if strict:
-            raise DataError(
-                "statistics of the new days",
-                f"a measurement, because ingest.checks sets {', '.join(strict)} to keep days out", reason,
-                "Ingest fewer days at once, or set these rules to warn.",
-            ) from error  # fmt: skip
-        warn(f"days are written without statistics, and only rows and labels are checked: {reason}")
-        measured, complete = _measure_label(connection, new), False
+    measured = _measure(connection, new)
     earlier = profiles(warehouse, table, days_before(warehouse, table, counts, config.trailing_days) | counts.keys())
     by_key = config.key is not None and config.duplicates != "off"
     duplicates = count_duplicates(connection, rows, config.key or "") if by_key else {}
@@ -121,12 +89,14 @@ def profile_days(
     return CheckedProfile(profile if complete else None, checked)
 
 
-def _measure_label(connection: duckdb.DuckDBPyConnection, new: NewDays) -> pa.Table:
-    """Measures the label alone. An event table has none."""
-    if new.label is None:
-        return SCHEMA.empty_table()
-    types = {new.label: column_types(connection, new.rows)[new.label]}
-    return measure_columns(connection, lambda needed: quote(new.rows), types, new.counts, new.numbers)
+def _measure(connection: duckdb.DuckDBPyConnection, new: NewDays) -> pa.Table:
+    """Measures all columns, or the label alone. An event table has none."""
+    from pipeline.data.measurement import measure  # loads numba
+
+    names = [name for name in connection.view(new.rows).columns if not name.startswith("__")]
+    wanted = names if new.all_columns else [name for name in names if name in (DAY, new.label)]
+    query = f"SELECT {', '.join(map(quote, wanted))} FROM {quote(new.rows)}"
+    return measure(*stream(connection.sql(query)), new.numbers)
 
 
 def store_profile(
@@ -149,36 +119,28 @@ def repair_profile(
     warehouse: Warehouse,
     table: str,
     unchanged: Mapping[datetime.date, str],
-    numbers: Callable[[Mapping[str, str]], Collection[str]],
-    warn: Warn,
-    limits: Mapping[str, Any],
+    numbers: Callable[[pa.Schema], Collection[str]],
 ) -> None:
     """Measures days of the table again if their stored statistics are older: an ingest ended between the two writes.
 
     Args:
         unchanged: Day of the table -> identity of what was written.
-        numbers: Column -> its type; returns `numbers` of `NewDays`.
-        warn: As in `profile_days`.
-        limits: Memory and threads of DuckDB, as arguments of `connect`.
+        numbers: Returns `numbers` of `NewDays`, given the table's schema.
     """
     name = profile_name(table)
     known = warehouse.day_identities(name) if warehouse.has_table(name) else {}
     stale = sorted(day for day, identity in unchanged.items() if known.get(day) != identity)
     if not stale:
         return
-    with ScratchFolder("profile-", warehouse.home / "tmp") as folder, connect([], Path(folder), **limits) as connection:
-        reader = warehouse.reader(warehouse.current(table), warehouse.schema(warehouse.current(table)).names)
-        counted = numbers(types_of(connection, reader.empty()))
-        for start in range(0, len(stale), DAYS_AT_ONCE):
-            days = {day: unchanged[day] for day in stale[start : start + DAYS_AT_ONCE]}
-            try:
-                measured = measure_days(connection, warehouse, warehouse.current(table), days, counted)
-            except duckdb.Error as error:
-                warn(f"stored days of table '{table}' could not be measured: {first_line(error)}")
-                store_profile(warehouse, table, None, days)
-                continue
-            earlier = profiles(warehouse, table, days_before(warehouse, table, days, TRAILING_DAYS))
-            store(warehouse, table, add_drift(measured, earlier), days)
+    from pipeline.data.measurement import measure_days
+
+    snapshot = warehouse.current(table)
+    counted = numbers(warehouse.schema(snapshot))
+    for start in range(0, len(stale), DAYS_AT_ONCE):
+        days = {day: unchanged[day] for day in stale[start : start + DAYS_AT_ONCE]}
+        measured = measure_days(warehouse, snapshot, days, counted)
+        earlier = profiles(warehouse, table, days_before(warehouse, table, days, TRAILING_DAYS))
+        store(warehouse, table, add_drift(measured, earlier), days)
 
 
 def release_days(warehouse: Warehouse, table: str, days: Collection[datetime.date]) -> None:

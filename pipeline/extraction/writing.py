@@ -15,8 +15,6 @@ from storage.reader import DAY
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
-BATCH_ROWS = 65_536
-
 
 def quarantine_name(table: str) -> str:
     """Returns the name of the table with the refused rows of `table`."""
@@ -66,10 +64,10 @@ def write_days(
         what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row, source_file"
         bad = f"{rows.view} s LEFT JOIN file_names ON __file = __read WHERE __reason IS NOT NULL"
         query = f"SELECT {what} FROM {bad} AND {rows_of_days(rows, days)} {order}"
-        replace_days(warehouse, quarantine, identities, *stream(rows.connection.sql(query), BATCH_ROWS), refused)
+        replace_days(warehouse, quarantine, identities, *stream(rows.connection.sql(query)), refused)
     columns = ", ".join(quote(name) for name in rows.columns)
     query = f"SELECT {columns} FROM {rows.view} WHERE {GOOD} AND {rows_of_days(rows, days)} {order}"
-    schema, batches = stream(rows.connection.sql(query), BATCH_ROWS)
+    schema, batches = stream(rows.connection.sql(query))
     kept = sum(day.kept for day in days)
     notes = {day.day: {INGEST: day.note.model_dump(mode="json")} for day in days}
     replace_days(warehouse, into, identities, schema, _count_batches(batches, on_rows), kept, notes=notes)

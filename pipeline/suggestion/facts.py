@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.alone import NOTHING, Alone
+from pipeline.data.measurement import measure
 from pipeline.data.present import last_possible_day
-from pipeline.data.profile import Rows, measure_columns
+from pipeline.data.profile import Rows
 from pipeline.suggestion.leaks import look_at_columns
-from storage.query import quote
+from storage.query import quote, stream
 from storage.reader import DAY
 
 ALL = datetime.date(1970, 1, 1)
@@ -122,14 +123,12 @@ def observe(
         days: Day -> its rows.
     """
     columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
-    total = {ALL: sum(days.values())}
-    as_one = f"SELECT * REPLACE (DATE '{ALL}' AS {DAY}) FROM"
-    measured = measure_columns(connection, lambda names: f"({as_one} {rows(names)})", columns, total, {label})
-    found = {row["column"]: row for row in measured.to_pylist()}
+    schema, batches = stream(connection.sql(f"SELECT {', '.join(map(quote, columns))} FROM {rows(columns)}"))
+    found = {row["column"]: row for row in measure(schema, batches, {label}, ALL).to_pylist()}
     looks = look_closer(connection, rows, {name: kind for name, kind in columns.items() if name != label})
     kinds = {name: "time" if is_time(kind) else found[name]["kind"] for name, kind in columns.items()}
     kinds = {name: kind for name, kind in kinds.items() if kind != "other"}
-    alone = look_at_columns(connection, rows, kinds, label, total[ALL])
+    alone = look_at_columns(connection, rows, kinds, label, sum(days.values()))
     facts = [
         _fact(found[name], kind, {"alone": alone.get(name, NOTHING), **looks.get(name, {})})
         for name, kind in columns.items()

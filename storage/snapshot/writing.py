@@ -45,7 +45,8 @@ def replace_days(
 ) -> SnapshotRef:
     """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
 
-    Readers see either all old days or all new ones. Memory holds `file_rows` rows.
+    Readers see either all old days or all new ones. Memory holds `file_rows` rows, or a few times as
+    many small ones.
 
     Args:
         days: Day -> identity of what is written, recorded in the snapshot's summary.
@@ -63,9 +64,9 @@ def replace_days(
 
     def files(writer: DataFileWriter) -> Iterator[DataFile]:
         count = 0
-        for chunk in collect_chunks(schema, batches, writer.layout.file_rows):
-            count += chunk.num_rows
-            yield from writer.write(chunk)
+        for file in writer.write_all(collect_chunks(schema, batches, writer.layout.file_rows)):
+            count += file.record_count
+            yield file
         if count != rows:
             raise StorageError(
                 f"table '{name}'", f"{rows} rows to write", f"{count}",

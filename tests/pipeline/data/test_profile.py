@@ -3,18 +3,19 @@
 import datetime
 import math
 from collections import Counter
+from collections.abc import Collection
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data import profile
-from pipeline.data.profile import BUCKETS, add_drift, measure, measure_days, profiles, stability, store
+from pipeline.data.measurement import measure, measure_days
+from pipeline.data.profile import SCHEMA, add_drift, profiles, stability, store
+from pipeline.data.sketches import BUCKETS
 from storage.config import WarehouseConfig
-from storage.query import connect
 from storage.reader import DAY
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
@@ -48,15 +49,10 @@ def make(rows: int = 3_000, seed: int = 0) -> pa.Table:
     )
 
 
-@pytest.fixture
-def connection(tmp_path: Path) -> Any:
-    with connect([], tmp_path / "tmp", "512MB") as found:
-        yield found
-
-
-def measured(connection: duckdb.DuckDBPyConnection, table: pa.Table, **options: Any) -> dict[Any, dict[str, Any]]:
-    connection.register("rows", table)
-    return {(row[DAY], row["column"]): row for row in measure(connection, "rows", **options).to_pylist()}
+def measured(table: pa.Table, numbers: Collection[str] = (), rows: int = 700) -> dict[Any, dict[str, Any]]:
+    """Measures a table in batches."""
+    found = measure(table.schema, table.to_batches(rows), numbers)
+    return {(row[DAY], row["column"]): row for row in found.to_pylist()}
 
 
 def number_bucket(x: float) -> int:
@@ -76,9 +72,9 @@ def histogram(buckets: list[int]) -> list[int]:
     return [counts[i] for i in range(BUCKETS)]
 
 
-def test_numbers_against_numpy(connection: duckdb.DuckDBPyConnection) -> None:
+def test_numbers_against_numpy() -> None:
     table = make()
-    found = measured(connection, table, numbers={"count"})
+    found = measured(table, numbers={"count"})
     frame = table.to_pandas()
     for day in DAYS:
         rows = frame[frame[DAY] == day]
@@ -93,9 +89,9 @@ def test_numbers_against_numpy(connection: duckdb.DuckDBPyConnection) -> None:
             assert row["mean_length"] is row["p99_length"] is row["max_length"] is row["drift"] is None
 
 
-def test_ids_text_and_the_rest(connection: duckdb.DuckDBPyConnection) -> None:
+def test_ids_text_and_the_rest() -> None:
     table = make()
-    found = measured(connection, table)
+    found = measured(table)
     frame = table.select([DAY, "user", "count", "device"]).to_pylist()
     for day in DAYS:
         rows = [row for row in frame if row[DAY] == day]
@@ -114,9 +110,9 @@ def test_ids_text_and_the_rest(connection: duckdb.DuckDBPyConnection) -> None:
         assert (never["present"], never["distinct"], never["histogram"], never["mean"]) == (0, 0, None, None)
 
 
-def test_lists_against_numpy(connection: duckdb.DuckDBPyConnection) -> None:
+def test_lists_against_numpy() -> None:
     table = make()
-    found = measured(connection, table)
+    found = measured(table)
     for day in DAYS:
         rows = [row for row in table.to_pylist() if row[DAY] == day]
         for name in ("items", "words", "scores"):
@@ -134,18 +130,16 @@ def test_lists_against_numpy(connection: duckdb.DuckDBPyConnection) -> None:
                 assert row["histogram"] == histogram([id_bucket(i) for i in items])
 
 
-def test_columns_in_many_groups_give_the_same(
-    connection: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("rows", [1, 64, 3_000])
+def test_batches_of_any_size_give_the_same(rows: int) -> None:
     table = make()
-    whole = measured(connection, table)
-    monkeypatch.setattr(profile, "SKETCHES_AT_ONCE", 2)
-    assert measured(connection, table) == whole
+    whole = measured(table, rows=701)
+    for key, row in measured(table, rows=rows).items():
+        for what, value in row.items():
+            assert value == (pytest.approx(whole[key][what]) if isinstance(value, float) else whole[key][what])
 
 
-def test_keys_of_maps_are_measured_like_columns(
-    connection: duckdb.DuckDBPyConnection, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_of_maps_are_measured_like_columns() -> None:
     flat = make()
     columns = {name: flat[name].to_pylist() for name in ("price", "small", "user", "items", "words", "scores")}
     columns["items"] = [None if one is None else sorted(set(one)) for one in columns["items"]]
@@ -174,9 +168,8 @@ def test_keys_of_maps_are_measured_like_columns(
     small = pa.array(columns["small"], pa.float64())  # approximate counts depend on the type
     items = pa.array(columns["items"], pa.list_(pa.int64()))
     flat = flat.set_column(flat.column_names.index("small"), "small", small)
-    expected = measured(connection, flat.set_column(flat.column_names.index("items"), "items", items))
-    monkeypatch.setattr(profile, "SKETCHES_AT_ONCE", 3)
-    found = measured(connection, maps)
+    expected = measured(flat.set_column(flat.column_names.index("items"), "items", items))
+    found = measured(maps)
     assert {name for _, name in found} == {*keys, *maps.column_names} - {DAY}
     for day in DAYS:
         for key, name in keys.items():
@@ -187,10 +180,10 @@ def test_keys_of_maps_are_measured_like_columns(
         assert found[day, "dense"]["present"] == sum(one is not None for one in rows_of(maps, day, "dense"))
 
 
-def test_a_column_that_is_also_a_key_is_measured_as_a_column(connection: duckdb.DuckDBPyConnection) -> None:
+def test_a_column_that_is_also_a_key_is_measured_as_a_column() -> None:
     """As in a table that is being flattened: the reader puts a column together from both."""
     dense = pa.array([[(1, 5.0), (2, 5.0), (3, 5.0)], None], pa.map_(pa.int32(), pa.float32()))
-    found = measured(connection, pa.table({DAY: [DAYS[0]] * 2, "dense": dense, "dense_2": [5.0, 7.0]}))
+    found = measured(pa.table({DAY: [DAYS[0]] * 2, "dense": dense, "dense_2": [5.0, 7.0]}))
     assert {name: row["present"] for (_, name), row in found.items()} == {
         "dense": 1, "dense_1": 1, "dense_2": 2, "dense_3": 1,
     }  # fmt: skip
@@ -201,18 +194,44 @@ def rows_of(table: pa.Table, day: datetime.date, name: str) -> list[Any]:
     return [row[name] for row in table.to_pylist() if row[DAY] == day]
 
 
-def test_lists_that_are_all_empty(connection: duckdb.DuckDBPyConnection) -> None:
+def test_every_type_that_arrow_knows_is_counted() -> None:
+    """Sliced, with nulls between: ten values of each, of which five are distinct."""
+    moment, draw = datetime.datetime(2025, 3, 1), np.random.default_rng(1)
+    days = [moment + datetime.timedelta(days=i) for i in range(5)]
+    values: dict[str, tuple[list[Any], pa.DataType]] = {
+        "date": (days, pa.date32()), "at": (days, pa.timestamp("ns", "UTC")), "dates": (days, pa.date64()),
+        "time": ([datetime.time(i) for i in range(5)], pa.time32("s")), "clock": ([datetime.time(i) for i in range(5)], pa.time64("us")),
+        "span": ([datetime.timedelta(i) for i in range(5)], pa.duration("us")), "bytes": ([b"a", b"", b"c", b"dd", b"e"], pa.binary()),
+        "id": ([draw.bytes(16) for _ in range(5)], pa.uuid()), "fixed": ([draw.bytes(3) for _ in range(5)], pa.binary(3)),
+        "price": ([Decimal(i) / 8 for i in range(5)], pa.decimal128(30, 20)), "big": ([2**63 + i for i in range(5)], pa.uint64()),
+        "half": ([0.5 * i for i in range(5)], pa.float16()), "word": ([*"abcd", ""], pa.dictionary(pa.int8(), pa.string())),
+        "long": (["ü" * i for i in range(5)], pa.large_string()), "tiny": ([*range(5)], pa.uint8()),
+        "struct": ([{"a": i} for i in range(5)], pa.struct({"a": pa.int8()})), "pairs": ([[i, i] for i in range(5)], pa.list_(pa.int8(), 2)),
+        "lists": ([[[i]] for i in range(5)], pa.list_(pa.list_(pa.int64()))), "maps": ([[("a", i)] for i in range(5)], pa.map_(pa.string(), pa.int8())),
+        "interval": ([pa.scalar((1, i, 0), pa.month_day_nano_interval()) for i in range(5)], pa.month_day_nano_interval()),
+    }  # fmt: skip
+    columns = {name: pa.array([None, *some, None, *some, None], kind).slice(1) for name, (some, kind) in values.items()}
+    found = measured(pa.table({DAY: DAYS[:1] * 12, "nothing": pa.nulls(12), **columns}), rows=5)
+    assert found.pop((DAYS[0], "nothing"))["present"] == 0
+    assert {name: row["present"] for (_, name), row in found.items()} == dict.fromkeys(values, 10)
+    nested = {"struct", "pairs", "lists", "maps", "interval"}
+    assert {name: row["distinct"] for (_, name), row in found.items() if name not in nested} == dict.fromkeys(
+        values.keys() - nested, 5
+    )
+
+
+def test_lists_that_are_all_empty() -> None:
     table = pa.table({DAY: [DAYS[0]] * 2, "items": pa.array([[], None], pa.list_(pa.int64()))})
-    row = measured(connection, table)[DAYS[0], "items"]
+    row = measured(table)[DAYS[0], "items"]
     assert (row["present"], row["distinct"], row["mean_length"], row["histogram"]) == (0, 0, None, None)
 
 
-def test_stored_days_are_measured_like_the_source(connection: duckdb.DuckDBPyConnection, tmp_path: Path) -> None:
+def test_stored_days_are_measured_like_the_source(tmp_path: Path) -> None:
     table = make()
     warehouse = Warehouse(WarehouseConfig(row_group_rows=500, file_rows=700), tmp_path / "home")
     snapshot = replace_days(warehouse, "t", dict.fromkeys(DAYS, "x"), table.schema, table.to_batches(300), 3_000)
-    source = measured(connection, table, numbers={"count"})
-    again = measure_days(connection, warehouse, snapshot, DAYS[1:], {"count"})
+    source = measured(table, numbers={"count"})
+    again = measure_days(warehouse, snapshot, DAYS[1:], {"count"})
     assert set(again[DAY].to_pylist()) == set(DAYS[1:])
     for row in again.to_pylist():
         expected = source[row[DAY], row["column"]]
@@ -220,19 +239,18 @@ def test_stored_days_are_measured_like_the_source(connection: duckdb.DuckDBPyCon
             assert value == pytest.approx(expected[key]) if isinstance(value, float) else value == expected[key], row
 
 
-def test_profiles_are_replaced_with_their_day(connection: duckdb.DuckDBPyConnection, tmp_path: Path) -> None:
+def test_profiles_are_replaced_with_their_day(tmp_path: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(), tmp_path / "home")
-    assert profiles(warehouse, "t").equals(profile.SCHEMA.empty_table())
-    connection.register("rows", make())
-    first = add_drift(measure(connection, "rows"), profiles(warehouse, "t"))
+    assert profiles(warehouse, "t").equals(SCHEMA.empty_table())
+    table = make()
+    first = add_drift(measure(table.schema, table.to_batches()), profiles(warehouse, "t"))
     store(warehouse, "t", first, dict.fromkeys(DAYS, "one"))
     assert profiles(warehouse, "t").equals(first)
     assert profiles(warehouse, "t", DAYS[1:2]).num_rows == 11
     assert profiles(warehouse, "t", []).num_rows == 0
     other = make(seed=1)
     other = other.filter(pa.compute.equal(other[DAY], pa.scalar(DAYS[2])))
-    connection.register("rows", other)
-    second = add_drift(measure(connection, "rows"), first)
+    second = add_drift(measure(other.schema, other.to_batches()), first)
     store(warehouse, "t", second, {DAYS[2]: "two"})
     assert profiles(warehouse, "t", DAYS[2:]).equals(second)
     assert profiles(warehouse, "t", DAYS[:2]).equals(first.slice(0, 22))
@@ -240,9 +258,9 @@ def test_profiles_are_replaced_with_their_day(connection: duckdb.DuckDBPyConnect
     assert profiles(warehouse, "t").equals(first.slice(0, 22))
 
 
-def test_drift_is_measured_against_the_trailing_days(connection: duckdb.DuckDBPyConnection) -> None:
-    connection.register("rows", make())
-    measures = measure(connection, "rows")
+def test_drift_is_measured_against_the_trailing_days() -> None:
+    table = make()
+    measures = measure(table.schema, table.to_batches())
     drifted = {(row[DAY], row["column"]): row for row in add_drift(measures, measures.slice(0, 0)).to_pylist()}
     one, two, three = (drifted[day, "price"] for day in DAYS)
     assert one["drift"] is None
@@ -272,15 +290,3 @@ def test_stability_grows_with_the_shift() -> None:
     assert found == sorted(found)  # type: ignore[type-var]
     assert found[0] < 0.01 < 0.1 < found[2]  # type: ignore[operator]
     assert stability(None, [base]) is stability(base, []) is stability(base, [None]) is None
-
-
-@pytest.mark.parametrize(("count", "wide"), [(15, 103), (1, 250)])
-def test_many_columns_and_days_are_measured_in_little_memory(
-    connection: duckdb.DuckDBPyConnection, count: int, wide: int
-) -> None:
-    """With sketches of 1,500 days times columns, these took more than 512 MB."""
-    days = [DAYS[0] + datetime.timedelta(days=i) for i in range(count)]
-    draw = np.random.default_rng(1)
-    columns = {f"n{i}": draw.random(count * 100) for i in range(wide)}
-    connection.register("wide", pa.table({DAY: pa.array(days * 100), **columns}))
-    assert measure(connection, "wide").num_rows == count * wide

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import Mock
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,13 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data.profile import SCHEMA, measure, profiles
+from pipeline.data import measurement
+from pipeline.data.measurement import measure
+from pipeline.data.profile import SCHEMA, profiles
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
-from pipeline.extraction import extract, profiling
+from pipeline.extraction import extract
 from pipeline.extraction.checks import CheckResult, KnownDays, band, check
 from pipeline.extraction.config import ChecksConfig, Rule
 from pipeline.jobs.ingest.plots import day_figure
-from storage.query import connect
 from storage.reader import DAY
 from storage.warehouse import Warehouse
 
@@ -73,19 +73,15 @@ BREAKS: dict[Rule, tuple[Callable[[pa.Table], pa.Table], str]] = {
 }  # fmt: skip
 
 
-def measured(folder: Path, tables: list[pa.Table]) -> pa.Table:
-    with connect([], folder / "tmp", "512MB") as connection:
-        found = []
-        for table in tables:
-            connection.register("rows", table.rename_columns([DAY, *table.column_names[1:]]))
-            found.append(measure(connection, "rows", {"label"}))
-    return pa.concat_tables(found)
+def measured(tables: list[pa.Table]) -> pa.Table:
+    named = [table.rename_columns([DAY, *table.column_names[1:]]) for table in tables]
+    return pa.concat_tables([measure(table.schema, table.to_batches(), {"label"}) for table in named])
 
 
 @pytest.fixture(scope="module")
-def before(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+def before() -> pa.Table:
     """Statistics of five normal days."""
-    return measured(tmp_path_factory.mktemp("before"), [rows(day) for day in DAYS[:-1]])
+    return measured([rows(day) for day in DAYS[:-1]])
 
 
 def describe(checked: CheckResult) -> list[str]:
@@ -98,9 +94,9 @@ def test_every_rule_has_a_day_that_breaks_it() -> None:
 
 
 @pytest.mark.parametrize("rule", BREAKS)
-def test_a_day_that_breaks_one_rule(rule: Rule, before: pa.Table, tmp_path: Path) -> None:
+def test_a_day_that_breaks_one_rule(rule: Rule, before: pa.Table) -> None:
     change, expected = BREAKS[rule]
-    new = measured(tmp_path, [change(rows(LAST))])
+    new = measured([change(rows(LAST))])
     repeated = {LAST: 2} if rule == "duplicates" else {}
     profile, checked = check(new, before, ChecksConfig(), "label", KnownDays(duplicates=repeated))
     assert [finding.rule for finding in checked.findings] == [rule]
@@ -112,28 +108,28 @@ def test_a_day_that_breaks_one_rule(rule: Rule, before: pa.Table, tmp_path: Path
     assert check(new, before, off, "label", KnownDays(duplicates=repeated))[1].counts() == {"ok": 1}
 
 
-def test_a_normal_day_breaks_no_rule(before: pa.Table, tmp_path: Path) -> None:
-    checked = check(measured(tmp_path, [rows(LAST)]), before, ChecksConfig(), "label", KnownDays())[1]
+def test_a_normal_day_breaks_no_rule(before: pa.Table) -> None:
+    checked = check(measured([rows(LAST)]), before, ChecksConfig(), "label", KnownDays())[1]
     assert (checked.findings, checked.counts(), checked.held_back) == ((), {"ok": 1}, set())
     assert [day.outcome for day in checked.days] == ["stored"] * 5 + ["ok"]
 
 
-def test_with_few_days_before_it_a_day_is_not_compared(before: pa.Table, tmp_path: Path) -> None:
-    new = measured(tmp_path, [BREAKS["rows"][0](rows(LAST))])
+def test_with_few_days_before_it_a_day_is_not_compared(before: pa.Table) -> None:
+    new = measured([BREAKS["rows"][0](rows(LAST))])
     two = before.filter(pa.compute.greater_equal(before[DAY], pa.scalar(DAYS[3])))
     assert check(new, two, ChecksConfig(), "label", KnownDays())[1].findings == ()
     assert len(check(new, two, ChecksConfig(minimum_days=2), "label", KnownDays())[1].findings) == 1
 
 
-def test_columns_can_be_skipped(before: pa.Table, tmp_path: Path) -> None:
-    new = measured(tmp_path, [BREAKS["coverage"][0](rows(LAST))])
+def test_columns_can_be_skipped(before: pa.Table) -> None:
+    new = measured([BREAKS["coverage"][0](rows(LAST))])
     assert check(new, before, ChecksConfig(skip=("pri*",)), "label", KnownDays())[1].findings == ()
 
 
-def test_later_days_are_not_compared_with_held_back_days(before: pa.Table, tmp_path: Path) -> None:
+def test_later_days_are_not_compared_with_held_back_days(before: pa.Table) -> None:
     """Four days with half the rows: each is held back, the last one too."""
     days = [LAST + datetime.timedelta(days=i) for i in range(4)]
-    new = measured(tmp_path, [rows(day, count=450) for day in days])
+    new = measured([rows(day, count=450) for day in days])
     held = check(new, before, ChecksConfig(rows="quarantine", trailing_days=3), "label", KnownDays())[1]
     assert held.held_back == set(days)
     warned = check(new, before, ChecksConfig(rows="warn", trailing_days=3), "label", KnownDays())[1]
@@ -142,10 +138,8 @@ def test_later_days_are_not_compared_with_held_back_days(before: pa.Table, tmp_p
 
 @settings(max_examples=15, deadline=None)
 @given(count=st.integers(1, 60), seed=st.integers(0, 2**32), days=st.integers(2, 8))
-def test_identical_days_break_no_rule(
-    tmp_path_factory: pytest.TempPathFactory, count: int, seed: int, days: int
-) -> None:
-    one = measured(tmp_path_factory.mktemp("same"), [rows(DAYS[0], count, seed)])
+def test_identical_days_break_no_rule(count: int, seed: int, days: int) -> None:
+    one = measured([rows(DAYS[0], count, seed)])
     same = [
         one.set_column(0, DAY, pa.array([DAYS[0] + datetime.timedelta(days=i)] * len(one), pa.date32()))
         for i in range(days)
@@ -272,7 +266,7 @@ def test_where_no_day_passes_there_is_no_table(ingest: Any, source: Any) -> None
 
 
 def test_the_figure_shows_days_and_findings(before: pa.Table, tmp_path: Path) -> None:
-    new = measured(tmp_path, [BREAKS["coverage"][0](rows(LAST, count=1_600))])
+    new = measured([BREAKS["coverage"][0](rows(LAST, count=1_600))])
     checked = check(new, before, ChecksConfig(), "label", KnownDays())[1]
     assert {finding.rule for finding in checked.findings} >= {"rows", "coverage"}
     figure = day_figure("New days", checked)
@@ -293,22 +287,9 @@ def test_statistics_lost_between_two_commits_are_measured_by_the_next_ingest(
     again = ingest(rows_of, dense=["price"])
     assert (again.days_written, profiles(warehouse, "events").num_rows) == ((), 48)
     taken = Mock()
-    monkeypatch.setattr(profiling, "measure_days", taken)
+    monkeypatch.setattr(measurement, "measure_days", taken)
     ingest(rows_of, dense=["price"])
     taken.assert_not_called()
-
-
-def test_days_that_cannot_be_measured(
-    ingest: Any, source: Any, warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profiling, "measure", Mock(side_effect=duckdb.OutOfMemoryException("Out of Memory Error: all")))
-    with pytest.raises(DataError) as error:
-        ingest(source())
-    assert str(error.value) == (
-        "statistics of the new days: expected a measurement, because ingest.checks sets changed_type to keep days out, "
-        "got Out of Memory Error: all. Ingest fewer days at once, or set these rules to warn."
-    )
-    assert ingest(source(), checks={"changed_type": "warn"}).rows == 6_000
 
 
 def shares_of_a_year(kind: str, draw: np.random.Generator) -> Any:
