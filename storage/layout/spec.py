@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -118,13 +118,19 @@ class Layout(BaseModel, frozen=True, extra="forbid"):
         settings = self.properties() | {f"{OWN}gap-bytes": ""}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
-    def parquet(self, schema: pa.Schema) -> dict[str, Any]:
-        """Returns the arguments of `pyarrow.parquet.ParquetWriter` for a file of this schema."""
+    def parquet(self, schema: pa.Schema, plain: Collection[str] = ()) -> dict[str, Any]:
+        """Returns the arguments of `pyarrow.parquet.ParquetWriter` for a file of this schema.
+
+        Args:
+            plain: Further columns to write without a dictionary.
+        """
         leaves = {name: leaf_paths(schema.field(name)) for name in schema.names}
         codecs = {path: self.codecs.get(name, self.codec) for name, paths in leaves.items() for path in paths}
         return {
             "compression": {path: "none" if codec == "uncompressed" else codec for path, codec in codecs.items()},
-            "use_dictionary": [path for name, paths in leaves.items() if name not in self.plain for path in paths],
+            "use_dictionary": [
+                path for name, paths in leaves.items() if name not in {*self.plain, *plain} for path in paths
+            ],
             "data_page_size": self.page_bytes,
             "dictionary_pagesize_limit": self.dictionary_bytes,
         }
