@@ -8,10 +8,11 @@ import io
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv as pa_csv
+from isal import igzip, igzip_lib
 
 from pipeline.data.formats.files import SourceFile, address_of
 from pipeline.errors import DataError
@@ -32,6 +33,12 @@ CODECS = {"gz": "gzip", "zst": "zstd"}
 """Ending of a compressed file's name -> how it is compressed, as far as DuckDB reads it."""
 BLOCK_BYTES = 1 << 24
 """Bytes that are counted at a time. A line is no longer."""
+CRITEO_COLUMNS = {
+    "label": "VARCHAR",
+    **{f"int_{i}": "BIGINT" for i in range(1, 14)},
+    **{f"cat_{i}": "VARCHAR" for i in range(1, 27)},
+}
+"""Columns of the headerless Criteo files: label, 13 counts, 26 hexadecimal categories."""
 
 
 class Dialect(NamedTuple):
@@ -41,9 +48,7 @@ class Dialect(NamedTuple):
     names: tuple[str, ...]
 
 
-def copy_csv(
-    connection: "duckdb.DuckDBPyConnection", file: SourceFile, dialect: Dialect, copy: Path, pattern: str
-) -> None:
+def copy_csv(connection: "duckdb.DuckDBPyConnection", dialect: Dialect, copy: Path, pattern: str) -> None:
     """Copies a CSV file. An empty value is null, quoted or not.
 
     Args:
@@ -65,6 +70,16 @@ def copy_csv(
         hive_partitioning=False,
     )
     rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(dialect.names)))
+
+
+def copy_criteo(connection: "duckdb.DuckDBPyConnection", copy: Path, pattern: str) -> None:
+    """Copies a file of the Criteo data sets: without names, separated by tabs. Arguments as of `copy_csv`."""
+    rows = connection.read_csv(
+        [pattern],  # type: ignore[arg-type]
+        header=False, delimiter="\t", columns=CRITEO_COLUMNS, quotechar="", escapechar="", auto_detect=False,
+        hive_partitioning=False,
+    )  # fmt: skip
+    rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(CRITEO_COLUMNS)))
 
 
 def rows_of_a_group(columns: int) -> int:
@@ -127,15 +142,39 @@ def refuse_like_names(where: str, names: "list[str] | tuple[str, ...]") -> None:
 
 
 @contextmanager
-def open_plain(file: SourceFile, properties: Mapping[str, str]) -> "Iterator[pa.NativeFile]":
-    """Opens a file for reading from its start, uncompressed if its name says that it is compressed."""
+def open_plain(file: SourceFile, properties: Mapping[str, str]) -> "Iterator[IO[bytes] | pa.NativeFile]":
+    """Opens a file for reading from its start, uncompressed if its name says that it is compressed.
+
+    Raises:
+        OSError: Also within the context, if the file is damaged.
+    """
     with open_file(address_of(file), properties) as opened:
         codec = CODECS.get(file.name.rpartition(".")[2].lower())
         if codec is None:
             yield opened
-            return
-        with pa.CompressedInputStream(opened, codec) as stream:
-            yield stream
+        elif codec == "gzip":  # three times as fast as Arrow's
+            try:
+                with igzip.open(opened) as stream:
+                    yield stream
+            except (EOFError, igzip_lib.IsalError) as error:  # type: ignore[misc]  # its stub declares no class
+                raise OSError(f"{error}") from error
+        else:
+            with pa.CompressedInputStream(opened, codec) as stream:
+                yield stream
+
+
+def unpack(file: SourceFile, plain: Path, properties: Mapping[str, str]) -> SourceFile:
+    """Returns the uncompressed local file to read: the file itself, or the copy `plain`.
+
+    A file is read twice and more. DuckDB reads a compressed one with one thread.
+    """
+    if isinstance(file, Path) and file.suffix[1:].lower() not in CODECS:
+        return file
+    plain.parent.mkdir(parents=True, exist_ok=True)
+    with open_plain(file, properties) as stream, plain.open("wb") as copy:
+        while block := stream.read(BLOCK_BYTES):
+            copy.write(block)
+    return plain
 
 
 def count_csv(file: SourceFile, dialect: Dialect, properties: Mapping[str, str]) -> int:

@@ -1,7 +1,7 @@
 """Copies JSON lines to Parquet: one object a line."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ _LONG = r"(^|[\[,:])-?\d{16,}($|[\],}])"
 """A whole number that a fractional one may not hold exactly."""
 LARGE = 1e15
 """Numbers of that size have 16 digits before the point."""
+_NUMBER = re.compile(r"_\d+(?=(_\d+)*$)")
 _WHOLE = r"-?\d+(\.0+)?"
 BLOCK_BYTES = 1 << 24
 _BLANK = re.compile(rb"\n[ \t\r\v\f]*(?=\n)")
@@ -42,10 +43,11 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: P
     """
     listed = "['" + pattern.replace("'", "''") + "']"
     options = f"{listed}, format='newline_delimited', hive_partitioning=false, maximum_object_size={MOST_LINE_BYTES}"
-    where = f"JSON file '{file.name}'"
-    _check_objects(connection, f"read_json_objects({options})", where)
+    where, objects = f"JSON file '{file.name}'", f"read_json_objects({options})"
     found = connection.sql(f"SELECT * FROM read_json({options}, sample_size=-1, map_inference_threshold=-1)")
     kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True)}
+    if doubted := _may_be_renamed([*kinds]):
+        _check_objects(connection, objects, where)
     raw = f"read_json({options}, columns={{{', '.join(_pair(name, 'JSON') for name in kinds)}}})"
     doubtful = [name for name, kind in kinds.items() if kind.removesuffix("[]") in ("JSON", "HUGEINT")]
     plain = {name: "VARCHAR" if kind in _TEXT else kind for name, kind in kinds.items()}
@@ -59,9 +61,32 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: P
         rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(kinds)))
 
     write(doubtful)
+    if not doubted and _may_lack_values(copy):
+        _check_objects(connection, objects, where)
     fractions = [name for name, kind in kinds.items() if kind.removesuffix("[]") == "DOUBLE"]
     if rounded := [name for name in fractions if _may_be_large(copy, name)]:
         write([*doubtful, *rounded])
+
+
+def _may_be_renamed(names: Sequence[str]) -> bool:
+    """Tells whether DuckDB may have found other names than the keys of objects.
+
+    It calls the values "json" if one is no object or a key is empty, and a key "A_1" if there is "a".
+    """
+    known = {name.lower() for name in names}
+    bases = {name[: end.start()].lower() for name in names for end in _NUMBER.finditer(name)}
+    return names == ["json"] or len(known) < len(names) or not known.isdisjoint(bases)
+
+
+def _may_lack_values(copy: Path) -> bool:
+    """Tells whether the statistics of a Parquet file leave open that a row has no value, as that of a `null` has."""
+    file = pq.read_metadata(copy)
+    groups = (file.row_group(number) for number in range(file.num_row_groups))
+    for group in groups:
+        known = (group.column(place).statistics for place in range(group.num_columns))
+        if not any(one is not None and one.has_null_count and one.null_count == 0 for one in known):
+            return True
+    return False
 
 
 def _may_be_large(copy: Path, name: str) -> bool:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.formats.avro import copy_avro, count_avro
-from pipeline.data.formats.csv import copy_csv, count_csv, open_plain, read_dialect, refuse_like_names, rows_of_a_group
+from pipeline.data.formats.csv import (
+    copy_criteo,
+    copy_csv,
+    count_csv,
+    open_plain,
+    read_dialect,
+    refuse_like_names,
+    rows_of_a_group,
+    unpack,
+)
 from pipeline.data.formats.files import SourceFile, address_of, form_of
 from pipeline.data.formats.json import copy_json, count_lines
 from pipeline.data.formats.types import FILE, ROW, common_types, type_text
@@ -30,12 +39,6 @@ from storage.objects import ObjectFile, open_file, store_failure
 from storage.query import connect, quote
 from storage.scratch import ScratchFolder
 
-CRITEO_COLUMNS = {
-    "label": "VARCHAR",
-    **{f"int_{i}": "BIGINT" for i in range(1, 14)},
-    **{f"cat_{i}": "VARCHAR" for i in range(1, 27)},
-}
-"""Columns of the headerless Criteo files: label, 13 counts, 26 hexadecimal categories."""
 _SCHEMAS = """
     SELECT file_name, md5(string_agg(concat_ws('|', name, type, type_length, num_children, converted_type, scale,
         precision, logical_type), ',' ORDER BY place))
@@ -141,7 +144,11 @@ class Decoder:
         copy = folder / f"{self._numbers[file]:09}" / _parts(file)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.unlink(missing_ok=True)
-        return _copy(connection, file, self.forms[file], copy, self.properties)
+        plain = folder / "plain" / f"{self._numbers[file]:09}" / file.name.rpartition(".")[0]
+        try:
+            return _copy(connection, file, self.forms[file], copy, plain, self.properties)
+        finally:
+            plain.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -181,7 +188,12 @@ def readable_names(local: Sequence[Path], objects: Sequence[ObjectFile]) -> tupl
 
 
 def _copy(
-    connection: duckdb.DuckDBPyConnection, file: SourceFile, form: Format, copy: Path, properties: Mapping[str, str]
+    connection: duckdb.DuckDBPyConnection,
+    file: SourceFile,
+    form: Format,
+    copy: Path,
+    plain: Path,
+    properties: Mapping[str, str],
 ) -> ReadableFile:
     """Copies a file, and compares its rows with those that are counted in it."""
     if form == "avro":
@@ -189,7 +201,7 @@ def _copy(
         rows = count_avro(file, properties)
     else:
         with explained(f"{'CSV' if form == 'criteo' else form.upper()} file '{file.name}'"):
-            rows = _copy_text(connection, file, form, copy, properties)
+            rows = _copy_text(connection, file, form, copy, plain, properties)
     found = pq.read_metadata(copy).num_rows if copy.exists() else 0
     if found != rows:
         remedy = "Run it again once the file is complete: it may have changed meanwhile."
@@ -198,27 +210,36 @@ def _copy(
 
 
 def _copy_text(
-    connection: duckdb.DuckDBPyConnection, file: SourceFile, form: Format, copy: Path, properties: Mapping[str, str]
+    connection: duckdb.DuckDBPyConnection,
+    file: SourceFile,
+    form: Format,
+    copy: Path,
+    plain: Path,
+    properties: Mapping[str, str],
 ) -> int:
-    if form == "criteo":
-        rows = connection.read_csv(
-            [as_pattern(file)],  # type: ignore[arg-type]
-            header=False, delimiter="\t", columns=CRITEO_COLUMNS, quotechar="", escapechar="", auto_detect=False,
-            hive_partitioning=False,
-        )  # fmt: skip
-        rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(CRITEO_COLUMNS)))
-        return count_lines(file, properties)
-    if form == "json":
-        with open_plain(file, properties) as stream:
-            if not stream.read(1):
-                return 0
-        copy_json(connection, file, copy, as_pattern(file))
-        return count_lines(file, properties)
-    dialect = read_dialect(file, properties)
-    if dialect is None:
-        return 0
-    copy_csv(connection, file, dialect, copy, as_pattern(file))
-    return count_csv(file, dialect, properties)
+    """Copies a file of text. Returns its rows, counted meanwhile.
+
+    Args:
+        plain: Where the file may lie uncompressed.
+    """
+    dialect = read_dialect(file, properties) if form == "csv" else None
+    read = unpack(file, plain, properties)
+    with open_plain(read, {}) as stream:
+        if not stream.read(1) or (form == "csv" and dialect is None):
+            return 0
+    count = partial(count_lines, read, {}) if dialect is None else partial(count_csv, read, dialect, {})
+    with ThreadPoolExecutor(1, "count") as thread:
+        rows = thread.submit(count)
+        try:
+            if dialect is not None:
+                copy_csv(connection, dialect, copy, as_pattern(read))
+            elif form == "json":
+                copy_json(connection, file, copy, as_pattern(read))
+            else:
+                copy_criteo(connection, copy, as_pattern(read))
+        except duckdb.Error as error:
+            raise type(error)(f"{error}".replace(address_of(read), address_of(file))) from error
+        return rows.result()
 
 
 def copy_typed(

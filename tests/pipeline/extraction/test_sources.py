@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from pipeline.data.formats.reading import CRITEO_COLUMNS, readable_files
+from pipeline.data.formats.csv import CRITEO_COLUMNS
+from pipeline.data.formats.reading import readable_files
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.sources import create_view
 from storage.query import column_types, connect

@@ -244,6 +244,12 @@ def test_numbers_in_objects_refuse_no_file(tmp_path: Path, read: Read) -> None:
     [
         ('{"id": 1, "ID": 2}\n', "'ID' and 'id'"),
         ('{"user_id": 1}\n{"User_Id": 2}\n', "'User_Id' and 'user_id'"),
+        ('{"cat_1": 1, "x": 2}\n{"CAT_1": 2}\n', "'CAT_1' and 'cat_1'"),
+        ('{"cat_1_2": 1}\n{"cat_1": 2, "x": 3}\n{"CAT_1_2": 2}\n', "'CAT_1_2' and 'cat_1_2'"),
+        ('{"ä": 1}\n{"Ä": 2}\n', "'Ä' and 'ä'"),
+        ('{"x": 1}\n' * 30_000 + '{"X": 2}\n', "'X' and 'x'"),
+        ('{"x": 1}\n' * 30_000 + "null\n", "one object a line, got another value, the first of which is object 30001"),
+        ('{"x": 1}\n{}\n' + "null\n", "one object a line, got another value, the first of which is object 3"),
         ('{"x": 1}\n[1, 2]\n', "one object a line, got another value, the first of which is object 2"),
         ('{"": 1, "x": 2}\n', "keys that can be names, got an empty one"),
         (f'{{"x": {LARGE}}}\n{{"x": 0.5}}\n', f"whole numbers of 64 bits, as {LARGE} is, got 0.5"),
@@ -257,6 +263,36 @@ def test_objects_that_cannot_be_one_table_are_refused(tmp_path: Path, read: Read
     with pytest.raises(DataError) as error:
         read("a.jsonl")
     assert said in str(error.value)
+
+
+LINES = b"".join(b"%d,%d\n" % (i, 7 * i) for i in range(1, 20_001))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (gzip.compress(LINES)[:-500], "Compressed file ended before the end-of-stream marker was reached"),
+        (gzip.compress(LINES)[:-8] + bytes(4) + gzip.compress(LINES)[-4:], "CRC check failed"),
+        (gzip.compress(LINES) + b"garbage", "Compressed file ended before"),
+        (LINES, r"Not a gzipped file \(b'1,'\)"),
+        (gzip.compress(LINES + b"1,2,3\n"), "line 20001: Expected Number of Columns: 2 Found: 3"),
+    ],
+)
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, read: Read, content: bytes, said: str) -> None:
+    (tmp_path / "a.csv.gz").write_bytes(content)
+    with pytest.raises(DataError, match=rf"^CSV file 'a\.csv\.gz': expected readable values, got {said}"):
+        read("a.csv.gz")
+
+
+def test_a_compressed_file_in_parts_or_padded_is_read_whole(tmp_path: Path, read: Read) -> None:
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"x\n1\n") + gzip.compress(b"2\n") + bytes(512))
+    assert read("a.csv.gz")["x"] == [1, 2]
+
+
+def test_a_line_that_is_no_json_is_told_with_the_name_of_its_file(tmp_path: Path, read: Read) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"x": 1}\n{oops\n'))
+    with pytest.raises(DataError, match=rf'Malformed JSON in file "{tmp_path}/a\.jsonl\.gz", at byte 2'):
+        read("a.jsonl.gz")
 
 
 def test_names_of_several_files_differ_in_more_than_case(tmp_path: Path, read: Read) -> None:
