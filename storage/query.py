@@ -1,5 +1,6 @@
 """DuckDB over explicit files, locked down: it can read the files it is given and nothing else."""
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,9 +68,9 @@ def column_types(connection: "duckdb.DuckDBPyConnection", view: str) -> dict[str
 
 
 def stream(
-    relation: "duckdb.DuckDBPyRelation", rows: int | None = None
+    *relations: "duckdb.DuckDBPyRelation", rows: int | None = None
 ) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
-    """Returns the schema of a relation and its rows in batches. Errors in the middle are DuckDB's own.
+    """Returns the schema of relations and their rows in batches. Errors in the middle are DuckDB's own.
 
     Arrow makes an OSError of them, which would pass as a fault of a disk. A thread makes the next batch meanwhile.
     Until the last one, the connection can do nothing else.
@@ -85,20 +86,23 @@ def stream(
     """
     import duckdb
 
-    reader = relation.to_arrow_reader(rows or max(1, min(BATCH_ROWS, BATCH_VALUES // len(relation.columns))))
+    of_batch = rows or max(1, min(BATCH_ROWS, BATCH_VALUES // len(relations[0].columns)))
+    first = relations[0].to_arrow_reader(of_batch)
+    others = (batch for one in relations[1:] for batch in one.to_arrow_reader(of_batch))
+    every = itertools.chain(first, others)
 
     def batches() -> "Iterator[pa.RecordBatch]":
         try:
             with ThreadPoolExecutor(1, "stream") as thread:
-                coming = thread.submit(next, reader, None)
+                coming = thread.submit(next, every, None)
                 while (batch := coming.result()) is not None:
-                    coming = thread.submit(next, reader, None)
+                    coming = thread.submit(next, every, None)
                     yield batch
         except OSError as error:
             kind = f"{error}".partition(" Error:")[0].title().replace(" ", "")
             raise getattr(duckdb, f"{kind}Exception", duckdb.Error)(f"{error}") from error
 
-    return reader.schema, batches()
+    return first.schema, batches()
 
 
 def quote(name: str) -> str:

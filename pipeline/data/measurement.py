@@ -122,6 +122,7 @@ class ProfileBuilder:
         schema: Of the batches. Columns with names that start with `__` are skipped, and so is `day`.
         numbers: Integer columns that are counts or the label, not ids.
         day: The day of all rows. None: the column `day` has it.
+        only: Columns to measure. None: all.
 
     Example:
         >>> day = datetime.date(2025, 3, 1)
@@ -137,9 +138,11 @@ class ProfileBuilder:
         schema: pa.Schema,
         numbers: Collection[str] = (),
         day: datetime.date | None = None,
+        only: Collection[str] | None = None,
     ) -> None:
         self.day = day
         names = [name for name in schema.names if name != DAY and not name.startswith("__")]
+        names = [name for name in names if only is None or name in only]
         self.kinds: dict[str, Kind] = {name: kind_of(schema.field(name).type, name in numbers) for name in names}
         self.counts = Counter[datetime.date]()
         self._columns: dict[datetime.date, dict[str, _Column]] = {}
@@ -155,6 +158,12 @@ class ProfileBuilder:
                 column.add(values, kind)
                 if name in self._maps:
                     self._maps[name].add(day, values)
+
+    def watch(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yields batches, and adds their rows."""
+        for batch in batches:
+            self.add(batch)
+            yield batch
 
     def _by_day(self, batch: pa.RecordBatch) -> Iterator[tuple[datetime.date, pa.RecordBatch]]:
         if self.day is not None:

@@ -251,14 +251,35 @@ def count_refused(rows: OpenSource, days: Sequence[SourceDay]) -> dict[str, int]
     return dict(rows.connection.sql(query).fetchall())
 
 
-def rows_of_days(rows: OpenSource, days: Sequence[SourceDay]) -> str:
+def rows_of_days(rows: OpenSource, days: Sequence[SourceDay], only: Collection[str] | None = None) -> str:
     """Returns the SQL condition that a row of an open source belongs to one of the days.
 
     It names the files of the days, so that DuckDB scans no other. It knows that before it reads a row.
+
+    Args:
+        only: Files as they are read. None: all.
     """
     wanted = {file for day in days for file in day.files}
-    files = ", ".join("'" + read.replace("'", "''") + "'" for read, file in rows.names.items() if file in wanted)
+    named = [read for read, file in rows.names.items() if file in wanted and (only is None or read in only)]
+    files = ", ".join("'" + read.replace("'", "''") + "'" for read in named)
     return f"list_contains([{files}], __file) AND {days_condition(days)}" if files else "false"
+
+
+def group_files(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[list[str]]:
+    """Groups the files of days, as they are read and in that order, with at most `most` rows or one file a group."""
+    counts = Counter[str]()
+    for day in days:
+        counts.update(day.files)
+    groups: list[list[str]] = [[]]
+    room = most
+    for read, file in sorted(rows.names.items()):
+        if file in counts:
+            if groups[-1] and counts[file] > room:
+                groups.append([])
+                room = most
+            groups[-1].append(read)
+            room -= counts[file]
+    return groups
 
 
 def days_condition(days: Sequence[SourceDay]) -> str:

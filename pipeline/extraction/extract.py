@@ -2,16 +2,19 @@
 
 import datetime
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+import pyarrow as pa
 from pydantic import BaseModel
 
 from pipeline.data.day_notes import DayNote, day_notes
 from pipeline.data.formats.checksums import verify_pages
 from pipeline.data.joined.states import note_states
 from pipeline.data.present import newest_day
+from pipeline.data.profile import SCHEMA
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError, keep_if_failed
 from pipeline.extraction.absolute import KEYS_MATCHED, Broken, count_matched, find_few, open_sources
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns
@@ -46,19 +49,27 @@ from pipeline.extraction.profiling import (
     CheckedProfile,
     NewDays,
     Warn,
+    check_days,
     held_back_name,
-    profile_days,
     release_days,
     repair_profile,
     store_profile,
 )
 from pipeline.extraction.samples import ANONYMOUS, count_repeated, count_rows, maps_of, number_columns
-from pipeline.extraction.writing import order_clause, write_days
+from pipeline.extraction.writing import (
+    counting,
+    good_rows,
+    identities_of,
+    notes_of,
+    order_clause,
+    write_days,
+    write_refused,
+)
 from pipeline.transforms.schema import FeatureSchema
 from storage.keys import map_names
 from storage.query import column_types, quote
-from storage.reader import SnapshotRef
-from storage.snapshot.writing import replace_days
+from storage.reader import DAY, SnapshotRef
+from storage.snapshot.writing import StagedDays, replace_days, stage_days
 
 
 class IngestResult(BaseModel, frozen=True):
@@ -199,22 +210,23 @@ def extract(
         known = Inventory() if force else Inventory.read(inventory_path(context))
         ingest = _Ingest(context, config, force, report, warn, reader, learn(reader, known, warn))
         plan = _plan_days(ingest)
-        profiled, checked = _check_days(ingest, plan)
-        if checked.days:
-            on_checked(checked)
-        checked.raise_failed()
-        passed = [day for day in plan.due if day.day not in checked.held_back]
-        broken = [day for day in plan.due if day.day in checked.held_back]
-        _move_held_back(ingest, plan, broken)
-        held = [f"{day.day}" for day in [*broken, *plan.held_back]]
-        with keep_if_failed(events={context.table: {"held": held}}):
-            if not passed and not context.warehouse.has_table(context.table):
-                raise _no_table_error(context, plan.wanted, [*broken, *plan.held_back])
-            _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
-            _write_days(ingest, plan, passed, profiled)
-            remember(context)
-            expired = _expire_days(context, plan.first)
-            materialized = _materialize_days(ingest, plan, passed)
+        with _measured(ingest, plan) as (measured, staged):
+            profiled, checked = _check_days(ingest, plan, measured)
+            if checked.days:
+                on_checked(checked)
+            checked.raise_failed()
+            passed = [day for day in plan.due if day.day not in checked.held_back]
+            broken = [day for day in plan.due if day.day in checked.held_back]
+            _move_held_back(ingest, plan, broken)
+            held = [f"{day.day}" for day in [*broken, *plan.held_back]]
+            with keep_if_failed(events={context.table: {"held": held}}):
+                if not passed and not context.warehouse.has_table(context.table):
+                    raise _no_table_error(context, plan.wanted, [*broken, *plan.held_back])
+                _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
+                _write_days(ingest, plan, passed, profiled, staged)
+                remember(context)
+                expired = _expire_days(context, plan.first)
+                materialized = _materialize_days(ingest, plan, passed)
         result = _result(ingest, plan, passed, broken, checked)
         return result.model_copy(update={"materialized": materialized, "days_expired": tuple(expired)})
 
@@ -374,21 +386,58 @@ def _refuse_bad_days(ingest: _Ingest, days: Sequence[SourceDay]) -> None:
         )
 
 
-def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, CheckResult]:
-    """Measures the due days and checks them against earlier days and against their versions in the table.
+@contextmanager
+def _measured(ingest: _Ingest, plan: _Plan) -> Iterator[tuple[pa.Table, StagedDays | None]]:
+    """Measures the rows of the due days while their data files are written. Yields the statistics and the files.
 
+    No file is part of the table yet. Days that take several commits are only measured, and written group by group
+    later: after a kill the groups that were written stay.
+    """
+    context, rows = ingest.context, plan.rows
+    if rows is None or not plan.due:
+        yield SCHEMA.empty_table(), None
+        return
+    from pipeline.data.measurement import ProfileBuilder  # loads numba
+
+    alone = len([*group_days(plan.due, ingest.config.rows_per_commit)]) == 1
+    only = None if ingest.config.profile else [name for name in rows.columns if name == context.label]
+    columns = rows.columns if alone or only is None else [DAY, *only]
+    schema, batches = good_rows(rows, plan.due, columns, plan.order if alone else "")
+    types = column_types(rows.connection, rows.view)
+    builder = ProfileBuilder(schema, _numbers(context, rows.columns, maps_of(types)), only=only)
+    with stage_days(context.warehouse, context.table, schema) if alone else nullcontext() as staged:
+        if staged is None:
+            for batch in batches:
+                builder.add(batch)
+        else:
+            total = sum(day.kept for day in plan.due)
+            on_rows = partial(_report_from, ingest.report, 0, total)
+            staged.write(counting(builder.watch(batches), on_rows), {day.day for day in plan.due}, total)
+        yield builder.table(), staged
+
+
+def _numbers(context: SourceContext, names: Sequence[str], maps: Sequence[str]) -> set[str]:
+    """Returns the integer columns that are counts or the label, not ids."""
+    return (
+        number_columns(context.schema, [*names], context.outcome_columns, maps) if context.label is not None else set()
+    )
+
+
+def _check_days(ingest: _Ingest, plan: _Plan, measured: pa.Table) -> tuple[CheckedProfile | None, CheckResult]:
+    """Checks the due days against earlier days and against their versions in the table.
+
+    Args:
+        measured: Statistics of the due days.
     Returns:
         The statistics, or None if no day is due, and the result of the checks.
     """
     rows, context, checks = plan.rows, ingest.context, ingest.config.checks
-
-    def numbers(names: Sequence[str], maps: Sequence[str]) -> set[str]:
-        labelled = context.label is not None
-        return number_columns(context.schema, [*names], context.outcome_columns, maps) if labelled else set()
-
     if ingest.config.profile:
         repair_profile(
-            context.warehouse, context.table, plan.unchanged, lambda schema: numbers(schema.names, map_names(schema))
+            context.warehouse,
+            context.table,
+            plan.unchanged,
+            lambda schema: _numbers(context, schema.names, map_names(schema)),
         )
     if rows is None or not plan.due:
         return None, CheckResult()
@@ -400,17 +449,16 @@ def _check_days(ingest: _Ingest, plan: _Plan) -> tuple[CheckedProfile | None, Ch
         of_day = [one.model_copy(update={"day": day}) for one in unmatched]
         return [*_find_losses(ingest, plan, due, day, statistics), *of_day]
 
-    types = {name: kind for name, kind in column_types(rows.connection, rows.view).items() if not name.startswith("__")}
     new = NewDays(
         rows=rows_view,
+        measured=measured,
         counts={day.day: day.kept for day in plan.due},
         open={day.day for day in plan.due if day.note.open},
         label=context.label,
-        numbers=numbers([*types], maps_of(types)),
         features=context.schema.named_columns() if isinstance(context.schema, FeatureSchema) else (),
         all_columns=ingest.config.profile,
     )
-    profiled = profile_days(rows.connection, new, context.warehouse, context.table, checks, find)
+    profiled = check_days(rows.connection, new, context.warehouse, context.table, checks, find)
     return profiled, profiled.checked
 
 
@@ -490,16 +538,26 @@ def _warn_of_overwritten(ingest: _Ingest, days: Sequence[datetime.date]) -> None
         )
 
 
-def _write_days(ingest: _Ingest, plan: _Plan, days: Sequence[SourceDay], profiled: CheckedProfile | None) -> None:
-    """Writes days group by group, and the statistics of each group after its rows."""
+def _write_days(
+    ingest: _Ingest,
+    plan: _Plan,
+    days: Sequence[SourceDay],
+    profiled: CheckedProfile | None,
+    staged: StagedDays | None,
+) -> None:
+    """Writes days group by group, or commits their staged files. The statistics of each group follow its rows."""
     if plan.rows is None:
         return
     warehouse, table = ingest.context.warehouse, ingest.context.table
     total, written = sum(day.kept for day in days), 0
     for group in group_days(days, ingest.config.rows_per_commit):
-        on_rows = partial(_report_from, ingest.report, written, total)
-        write_days(plan.rows, warehouse, table, group, plan.order, table, on_rows)
-        store_profile(warehouse, table, profiled, {day.day: day.identity for day in group})
+        if staged is not None:
+            write_refused(plan.rows, warehouse, table, group, plan.order)
+            staged.commit(identities_of(group), notes_of(group))
+        else:
+            on_rows = partial(_report_from, ingest.report, written, total)
+            write_days(plan.rows, warehouse, table, group, plan.order, table, on_rows)
+        store_profile(warehouse, table, profiled, identities_of(group))
         written += sum(day.kept for day in group)
 
 

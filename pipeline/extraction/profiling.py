@@ -1,4 +1,4 @@
-"""Measures the days of an ingest before they are written, checks them, and stores their statistics."""
+"""Checks the days of an ingest by their statistics, and stores these."""
 
 import datetime
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns, KnownDays, check, columns_of_day, rows_of_day
 from pipeline.extraction.config import ChecksConfig
 from storage.names import TRAILING_DAYS
-from storage.query import quote, stream
+from storage.query import quote
 from storage.reader import DAY
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
@@ -43,17 +43,17 @@ class NewDays:
 
     rows: str
     """View of the rows to write."""
+    measured: pa.Table
+    """Their statistics, as far as they were measured."""
     counts: Mapping[datetime.date, int]
     """Day -> its rows."""
     open: Collection[datetime.date]
     """Those whose labels may still change."""
     label: str | None
-    numbers: Collection[str]
-    """Integer columns that are counts or labels, not ids."""
     features: Sequence[str]
     """Names and patterns of the columns that features read."""
     all_columns: bool
-    """Whether to measure all columns, or the label alone."""
+    """Whether all columns were measured, or the label alone."""
 
 
 def held_back_name(table: str) -> str:
@@ -61,7 +61,7 @@ def held_back_name(table: str) -> str:
     return f"{table}_{HELD}"
 
 
-def profile_days(
+def check_days(
     connection: duckdb.DuckDBPyConnection,
     new: NewDays,
     warehouse: Warehouse,
@@ -69,15 +69,14 @@ def profile_days(
     config: ChecksConfig,
     find: Found,
 ) -> CheckedProfile:
-    """Measures new days and checks them against the rules. Nothing is written.
+    """Checks new days against the rules. Nothing is written.
 
     Args:
         find: Finds further rules that a day breaks.
     Raises:
         ConfigError: If there is no column `config.key`.
     """
-    rows, counts, complete = new.rows, new.counts, new.all_columns
-    measured = _measure(connection, new)
+    rows, measured, counts, complete = new.rows, new.measured, new.counts, new.all_columns
     earlier = profiles(warehouse, table, days_before(warehouse, table, counts, config.trailing_days) | counts.keys())
     by_key = config.key is not None and config.duplicates != "off"
     duplicates = count_duplicates(connection, rows, config.key or "") if by_key else {}
@@ -87,16 +86,6 @@ def profile_days(
     known = KnownDays(counts, duplicates, found, new.open, new.features, warehouse.has_table(table))
     profile, checked = check(measured, earlier, config, new.label, known)
     return CheckedProfile(profile if complete else None, checked)
-
-
-def _measure(connection: duckdb.DuckDBPyConnection, new: NewDays) -> pa.Table:
-    """Measures all columns, or the label alone. An event table has none."""
-    from pipeline.data.measurement import measure  # loads numba
-
-    names = [name for name in connection.view(new.rows).columns if not name.startswith("__")]
-    wanted = names if new.all_columns else [name for name in names if name in (DAY, new.label)]
-    query = f"SELECT {', '.join(map(quote, wanted))} FROM {quote(new.rows)}"
-    return measure(*stream(connection.sql(query)), new.numbers)
 
 
 def store_profile(
@@ -125,7 +114,7 @@ def repair_profile(
 
     Args:
         unchanged: Day of the table -> identity of what was written.
-        numbers: Returns `numbers` of `NewDays`, given the table's schema.
+        numbers: Returns the integer columns that are counts or labels, not ids, given the table's schema.
     """
     name = profile_name(table)
     known = warehouse.day_identities(name) if warehouse.has_table(name) else {}

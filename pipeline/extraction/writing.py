@@ -1,12 +1,14 @@
 """Writes the days of a source into the warehouse: refused rows into the quarantine table, the others into another."""
 
+import datetime
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 
 from pipeline.data.day_notes import INGEST
 from pipeline.errors import ConfigError
-from pipeline.extraction.days import SourceDay, rows_of_days
+from pipeline.extraction.days import SourceDay, group_files, rows_of_days
 from pipeline.extraction.opening import OpenSource
 from pipeline.extraction.samples import GOOD
 from pipeline.transforms.schema import resolve
@@ -14,6 +16,10 @@ from storage.query import column_types, quote, stream
 from storage.reader import DAY
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
+
+FILE_ORDER = "ORDER BY __file, __row"
+SORTED_ROWS = 500_000
+"""Joined rows that are put into the order of their files at once, unless one file has more. Files follow in order."""
 
 
 def quarantine_name(table: str) -> str:
@@ -33,7 +39,7 @@ def order_clause(rows: OpenSource, wanted: Sequence[str]) -> str:
         if types[name].endswith("[]"):
             raise ConfigError(f"ingest.order_by '{name}'", "one value a row", "a list", "Name another column.")
     if not columns:  # DuckDB keeps the order of files, but not the order of joined rows
-        return "ORDER BY __file, __row" if rows.files.lookups or rows.join is not None else ""
+        return FILE_ORDER if rows.files.lookups or rows.join is not None else ""
     return f"ORDER BY {', '.join([DAY, *map(quote, columns), '__file', '__row'])}"
 
 
@@ -55,7 +61,14 @@ def write_days(
         into: Table of the good rows.
         on_rows: Called with the number of good rows written so far.
     """
-    identities = {day.day: day.identity for day in days}
+    write_refused(rows, warehouse, table, days, order)
+    schema, batches = good_rows(rows, days, rows.columns, order)
+    kept = sum(day.kept for day in days)
+    replace_days(warehouse, into, identities_of(days), schema, counting(batches, on_rows), kept, notes=notes_of(days))
+
+
+def write_refused(rows: OpenSource, warehouse: Warehouse, table: str, days: Sequence[SourceDay], order: str) -> None:
+    """Writes the refused rows of the days into the quarantine table. Arguments as of `write_days`."""
     refused = sum(day.refused for day in days)
     quarantine = quarantine_name(table)
     if refused or warehouse.has_table(quarantine):
@@ -64,16 +77,32 @@ def write_days(
         what = f"{DAY}, __reason AS reason, CAST(to_json(s) AS VARCHAR) AS source_row, source_file"
         bad = f"{rows.view} s LEFT JOIN file_names ON __file = __read WHERE __reason IS NOT NULL"
         query = f"SELECT {what} FROM {bad} AND {rows_of_days(rows, days)} {order}"
-        replace_days(warehouse, quarantine, identities, *stream(rows.connection.sql(query)), refused)
-    columns = ", ".join(quote(name) for name in rows.columns)
-    query = f"SELECT {columns} FROM {rows.view} WHERE {GOOD} AND {rows_of_days(rows, days)} {order}"
-    schema, batches = stream(rows.connection.sql(query))
-    kept = sum(day.kept for day in days)
-    notes = {day.day: {INGEST: day.note.model_dump(mode="json")} for day in days}
-    replace_days(warehouse, into, identities, schema, _count_batches(batches, on_rows), kept, notes=notes)
+        replace_days(warehouse, quarantine, identities_of(days), *stream(rows.connection.sql(query)), refused)
 
 
-def _count_batches(batches: Iterable[pa.RecordBatch], on_rows: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
+def good_rows(
+    rows: OpenSource, days: Sequence[SourceDay], columns: Sequence[str], order: str
+) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    """Returns the schema of the rows of the days to write, and the rows."""
+    query = f"SELECT {', '.join(map(quote, columns))} FROM {rows.view} WHERE {GOOD} AND "
+    if order != FILE_ORDER:
+        return stream(rows.connection.sql(f"{query}{rows_of_days(rows, days)} {order}"))
+    parts = group_files(rows, days, SORTED_ROWS)
+    return stream(*(rows.connection.sql(f"{query}{rows_of_days(rows, days, part)} {order}") for part in parts))
+
+
+def identities_of(days: Iterable[SourceDay]) -> dict[datetime.date, str]:
+    """Returns day -> identity."""
+    return {day.day: day.identity for day in days}
+
+
+def notes_of(days: Iterable[SourceDay]) -> dict[datetime.date, Any]:
+    """Returns day -> what the table notes of it."""
+    return {day.day: {INGEST: day.note.model_dump(mode="json")} for day in days}
+
+
+def counting(batches: Iterable[pa.RecordBatch], on_rows: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
+    """Yields batches, and calls a function with the number of their rows so far."""
     count = 0
     for batch in batches:
         yield batch

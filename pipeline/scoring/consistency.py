@@ -249,7 +249,7 @@ class _Matching:
     def match(self) -> Iterator[pa.RecordBatch]:
         """Yields the number of the set of columns, the keys, all compared columns as they were, and all as they are."""
         query = f"SELECT * FROM before JOIN after USING ({', '.join(self.keys.values())})"
-        yield from stream(self.connection.sql(query), BATCH_ROWS)[1]
+        yield from stream(self.connection.sql(query), rows=BATCH_ROWS)[1]
 
 
 @contextmanager

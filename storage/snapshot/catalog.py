@@ -14,7 +14,7 @@ from pyiceberg.catalog import PY_CATALOG_IMPL, TYPE, URI, Catalog, load_catalog
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import RESTError
 from pyiceberg.io import PY_IO_IMPL, FileIO
-from pyiceberg.table import Table
+from pyiceberg.table import CreateTableTransaction, Table
 from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.table.snapshots import Snapshot, SnapshotLogEntry
 from pyiceberg.utils.config import Config
@@ -74,8 +74,10 @@ def _load_catalog(name: str, properties: dict[str, str]) -> Catalog:
     return load_catalog(name, **properties)
 
 
-def create_table(catalog: Catalog, name: tuple[str, str], schema: pa.Schema, layout: Mapping[str, str]) -> None:
-    """Creates a table partitioned by day.
+def new_table(
+    catalog: Catalog, name: tuple[str, str], schema: pa.Schema, layout: Mapping[str, str]
+) -> CreateTableTransaction:
+    """Returns a table partitioned by day, to be created by `commit_transaction`.
 
     Args:
         name: Namespace and name.
@@ -93,11 +95,10 @@ def create_table(catalog: Catalog, name: tuple[str, str], schema: pa.Schema, lay
         "write.metadata.delete-after-commit.enabled": "true",
         "write.delete.isolation-level": "serializable",
     }
-    with (
-        catalog.create_table_transaction(name, schema, properties=properties) as creation,
-        creation.update_spec() as spec,
-    ):
+    creation = catalog.create_table_transaction(name, schema, properties=properties)
+    with creation.update_spec() as spec:
         spec.add_identity(DAY)
+    return creation
 
 
 class SharedSnapshot(Snapshot):

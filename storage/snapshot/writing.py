@@ -2,7 +2,10 @@
 
 import datetime
 import json
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypedDict, Unpack
 
@@ -14,13 +17,14 @@ from pyiceberg.table.snapshots import Operation
 
 from storage.arrow import family_of, is_same_type
 from storage.config import find_owner
-from storage.errors import ConflictError, StorageError
+from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.keys import is_key
-from storage.snapshot.catalog import PART_OF, create_table
+from storage.snapshot.catalog import PART_OF, new_table
 from storage.snapshot.commit import CachedTransaction, RecordingIO, ReplacedDays, committing
 from storage.snapshot.day_rule import days_filter
 from storage.snapshot.days import CONTENTS, IDENTITIES, NOTES, hash_paths
 from storage.snapshot.files import SnapshotRef, data_files, day_of
+from storage.snapshot.pyiceberg_private import table_of
 from storage.warehouse import Warehouse, check_name, reference_of, refuse_mixed
 from storage.writer import DataFileWriter, collect_chunks
 
@@ -62,23 +66,101 @@ def replace_days(
             renamed or dropped by another engine.
     """
 
-    def files(writer: DataFileWriter) -> Iterator[DataFile]:
-        count = 0
-        for file in writer.write_all(collect_chunks(schema, batches, writer.layout.file_rows)):
-            count += file.record_count
-            yield file
-        if count != rows:
-            raise StorageError(
-                f"table '{name}'", f"{rows} rows to write", f"{count}",
-                "The source changed while it was read. Run the command again.",
-            )  # fmt: skip
-
+    files = partial(_write, name=name, schema=schema, batches=batches, rows=rows)
     table = _evolve(warehouse, name, schema, anew)
     if made_of is not None:
         _refuse_changed(warehouse, table, made_of, days)
     reference = replace_files(warehouse, table, days, files, **records)
     _assert_rows(warehouse, reference, sorted(days), rows)
     return reference
+
+
+class StagedDays:
+    """Data files of days that are written, but no part of their table yet. Made by `stage_days`."""
+
+    def __init__(self, warehouse: Warehouse, name: str, schema: pa.Schema, staged: Transaction) -> None:
+        self.warehouse, self.name, self.schema = warehouse, name, schema
+        self.metadata, self.io = staged.table_metadata, RecordingIO(table_of(staged).io)
+        self.files: list[DataFile] = []
+
+    def write(self, batches: Iterable[pa.RecordBatch], days: Collection[datetime.date], rows: int) -> None:
+        """Writes rows. Arguments and errors as of `replace_days`."""
+        writer = DataFileWriter(self.metadata, self.io, self.warehouse.default_layout, uuid.uuid4())
+        self.files = [*_write(writer, self.name, self.schema, batches, rows)]
+        for file in self.files:
+            _refuse_other_day(self.name, file, days)
+
+    def commit(self, days: Mapping[datetime.date, str], notes: Mapping[datetime.date, Any]) -> SnapshotRef:
+        """Replaces days of the table by their files. Creates the table or adds columns as needed.
+
+        Raises:
+            ConflictError: If another writer changed one of these days, or the columns of the table, in the meantime.
+        """
+        table = _evolve(self.warehouse, self.name, self.schema)
+        now, then = table.metadata, self.metadata
+        if (now.schema().fields, now.location, now.spec()) != (then.schema().fields, then.location, then.spec()):
+            raise ConflictError(
+                f"schema of table '{self.name}'", "no concurrent change", "another one", "Run the command again."
+            )
+        files = [file for file in self.files if day_of(file) in days]
+        try:
+            reference = replace_files(self.warehouse, table, days, lambda writer: files, notes=notes)
+        except UnknownCommitError:
+            self.io.written.clear()  # a snapshot may name them
+            raise
+        named = {file.file_path for file in files}
+        self.io.written[:] = [path for path in self.io.written if path not in named]
+        _assert_rows(self.warehouse, reference, sorted(days), sum(file.record_count for file in files))
+        return reference
+
+
+@contextmanager
+def stage_days(warehouse: Warehouse, name: str, schema: pa.Schema) -> Iterator[StagedDays | None]:
+    """Yields what writes data files for a table before it is known which of them become part of it.
+
+    The table need not exist. Files that no commit has named are deleted at the end. None: the table cannot have these
+    columns, and `replace_days` says why.
+    """
+    if warehouse.has_table(name):
+        table = warehouse.writable(name)
+        try:
+            _refuse_unfit(table, schema)
+        except StorageError:
+            yield None
+            return
+        transaction: Transaction = CachedTransaction(table)
+        if not _holds_all(table.schema().as_arrow(), schema):
+            with transaction.update_schema() as update:
+                update.union_by_name(schema)
+    else:
+        identifier = (warehouse.config.namespace, name)
+        transaction = new_table(warehouse.catalog, identifier, schema, warehouse.default_layout.properties())
+    staged = StagedDays(warehouse, name, schema, transaction)
+    try:
+        yield staged
+    finally:
+        staged.io.discard()
+
+
+def _write(
+    writer: DataFileWriter, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int
+) -> Iterator[DataFile]:
+    count = 0
+    for file in writer.write_all(collect_chunks(schema, batches, writer.layout.file_rows)):
+        count += file.record_count
+        yield file
+    if count != rows:
+        raise StorageError(
+            f"table '{name}'", f"{rows} rows to write", f"{count}",
+            "The source changed while it was read. Run the command again.",
+        )  # fmt: skip
+
+
+def _refuse_other_day(name: str, file: DataFile, days: Collection[datetime.date]) -> None:
+    if day_of(file) not in days:
+        raise StorageError(
+            f"table '{name}'", f"rows of {_span(days)} only", f"rows of {day_of(file)}", "Pass all days of the rows."
+        )
 
 
 def replace_files(
@@ -109,11 +191,7 @@ def replace_files(
     paths: dict[datetime.date, list[str]] = {day: [] for day in days}
     with committing(table, transaction, io, overwrite.snapshot_id, f"no other writer of {_span(days)}"):
         for file in files(DataFileWriter(table.metadata, io, warehouse.default_layout, overwrite.commit_uuid)):
-            if day_of(file) not in days:
-                raise StorageError(
-                    f"table '{name}'", f"rows of {_span(days)} only", f"rows of {day_of(file)}",
-                    "Pass all days of the rows.",
-                )  # fmt: skip
+            _refuse_other_day(name, file, days)
             overwrite.append_data_file(file)
             paths[day_of(file)].append(file.file_path)
         contents = {day: [as_now := hash_paths(paths[day]), same.get(day, as_now)] for day in paths}
@@ -188,11 +266,11 @@ def _evolve(warehouse: Warehouse, name: str, schema: pa.Schema, anew: Collection
         try:
             if not warehouse.has_table(name):
                 identifier = (warehouse.config.namespace, name)
-                create_table(warehouse.catalog, identifier, schema, warehouse.default_layout.properties())
+                new_table(
+                    warehouse.catalog, identifier, schema, warehouse.default_layout.properties()
+                ).commit_transaction()
             table = warehouse.writable(name)
-            _refuse_stranger(table, schema)
-            _refuse_split(table, schema.names, anew)
-            _check_types(name, table.schema().as_arrow(), schema)
+            _refuse_unfit(table, schema, anew)
             if not _holds_all(table.schema().as_arrow(), schema):
                 with table.update_schema() as update:
                     update.union_by_name(schema)  # quadratic in the number of columns
@@ -203,6 +281,13 @@ def _evolve(warehouse: Warehouse, name: str, schema: pa.Schema, anew: Collection
     raise ConflictError(
         f"schema of table '{name}'", "no concurrent change", others, "Run the command again."
     ) from conflict
+
+
+def _refuse_unfit(table: Table, schema: pa.Schema, anew: Collection[str] = ()) -> None:
+    """Refuses columns that the table cannot have."""
+    _refuse_stranger(table, schema)
+    _refuse_split(table, schema.names, anew)
+    _check_types(table.name()[-1], table.schema().as_arrow(), schema)
 
 
 def _span(days: Iterable[datetime.date]) -> str:

@@ -112,7 +112,7 @@ def _sort(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, made: 
         connection.register("events", pa.RecordBatchReader.from_batches(schema, batches()))
         try:
             with _Files(made, layout, where) as files:
-                for batch in stream(connection.sql(query), BATCH_ROWS)[1]:
+                for batch in stream(connection.sql(query), rows=BATCH_ROWS)[1]:
                     if batch.num_rows:
                         files.add(batch)
         except duckdb.Error as error:

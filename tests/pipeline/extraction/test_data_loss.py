@@ -242,7 +242,7 @@ def test_a_day_of_an_earlier_version_is_compared_by_rows_and_statistics(
 ) -> None:
     put_logs(put, DAYS[:2])
     with monkeypatch.context() as earlier:
-        earlier.setattr("pipeline.extraction.writing.replace_days", lambda *given, notes: replace_days(*given))
+        earlier.setattr("pipeline.extraction.extract.notes_of", lambda days: {})
         ingest(LOGS)
     assert day_notes(warehouse, warehouse.current("events")) == {}
     put(f"outcomes/{DAYS[0]}.parquet", impression_id=[0], outcome_time=[pd.Timestamp(DAYS[0])])
