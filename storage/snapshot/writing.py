@@ -80,6 +80,7 @@ class StagedDays:
 
     def __init__(self, warehouse: Warehouse, name: str, schema: pa.Schema, staged: Transaction) -> None:
         self.warehouse, self.name, self.schema = warehouse, name, schema
+        self.begun = _snapshot_of(table_of(staged))
         self.metadata, self.io = staged.table_metadata, RecordingIO(table_of(staged).io)
         self.files: list[DataFile] = []
 
@@ -102,6 +103,7 @@ class StagedDays:
             raise ConflictError(
                 f"schema of table '{self.name}'", "no concurrent change", "another one", "Run the command again."
             )
+        _refuse_changed(self.warehouse, table, self.begun, days)
         files = [file for file in self.files if day_of(file) in days]
         try:
             reference = replace_files(self.warehouse, table, days, lambda writer: files, notes=notes)
@@ -221,15 +223,26 @@ def append_rows(warehouse: Warehouse, name: str, schema: pa.Schema, rows: Sequen
     return SnapshotRef(table=name, snapshot_id=append.snapshot_id)
 
 
-def _refuse_changed(warehouse: Warehouse, table: Table, made_of: SnapshotRef, days: Iterable[datetime.date]) -> None:
-    """Checks that days have not changed since a snapshot. The commit itself detects later changes."""
-    before, now = warehouse.day_names(made_of), warehouse.day_names(reference_of(table))
+def _refuse_changed(
+    warehouse: Warehouse, table: Table, made_of: SnapshotRef | None, days: Iterable[datetime.date]
+) -> None:
+    """Checks that days have not changed since a snapshot. The commit itself detects later changes.
+
+    Args:
+        made_of: None: there was none.
+    """
+    before, now = ({} if one is None else warehouse.day_names(one) for one in (made_of, _snapshot_of(table)))
     changed = [day for day in days if before.get(day) != now.get(day)]
     if changed:
+        when = "before the first snapshot" if made_of is None else f"as in snapshot {made_of.snapshot_id}"
         raise ConflictError(
-            f"table '{made_of.table}'", f"{_span(changed)} as in snapshot {made_of.snapshot_id}",
-            "rows written in the meantime", "Run the command again.",
+            f"table '{table.name()[-1]}'", f"{_span(changed)} {when}", "rows written in the meantime",
+            "Run the command again.",
         )  # fmt: skip
+
+
+def _snapshot_of(table: Table) -> SnapshotRef | None:
+    return None if table.current_snapshot() is None else reference_of(table)
 
 
 def _overwrite(
