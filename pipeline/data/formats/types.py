@@ -33,7 +33,8 @@ _ISO = {
 """Type -> its text."""
 _DECIMAL = r"-?((0|[1-9]\d{0,14})|(0|[1-9]\d*)?\.\d+([eE][+-]?\d+)?|(0|[1-9]\d*)[eE][+-]\d+)"
 """Decimal numbers as programs write them. A whole one has at most 15 digits: more would be rounded."""
-_NUMBERS = ("BIGINT", "HUGEINT", "DOUBLE")
+_NUMBERS = ("BIGINT", "HUGEINT", "DOUBLE", "Double")
+"""`Double` in small letters: with zeros behind, such as 1.10, and as many places each. The names are one to DuckDB."""
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT")
 _UNSIGNED = ("UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT")
 _EXACT = {"FLOAT": 2**24, "DOUBLE": 2**53}
@@ -112,20 +113,20 @@ def _fits(column: str, kind: str) -> str:
         test = f"TRY_CAST({column} AS DOUBLE) IS NOT NULL"
     elif kind == "BOOLEAN":
         test = f"lower({column}) IN ('true', 'false')"
-    elif kind == "DOUBLE":
-        shortest = f"(length({column}) < 16 OR CAST(TRY_CAST({column} AS DOUBLE) AS VARCHAR) = {column})"
-        test = f"regexp_full_match({column}, '{_DECIMAL}') AND {shortest}"  # more digits than a number keeps
+    elif kind.upper() == "DOUBLE":  # a long one may have more digits than a number keeps
+        shortest = f"coalesce(CAST(TRY_CAST({column} AS DOUBLE) AS VARCHAR) = {column}, false)"
+        test = f"CASE WHEN length({column}) < 16 THEN regexp_full_match({column}, '{_DECIMAL}') ELSE {shortest} END"
+        if kind == "DOUBLE":
+            test += rf" AND NOT CASE WHEN suffix({column}, '0') THEN regexp_matches({column}, '\.\d+0$') ELSE false END"
     else:
         test = f"coalesce(CAST(TRY_CAST({column} AS {kind}) AS VARCHAR) = {column}, false)"
         if kind == "HUGEINT":
             test += f" AND TRY_CAST({column} AS HUGEINT) BETWEEN 0 AND 18446744073709551615"
     fits = f"bool_and({test}) FILTER ({column} IS NOT NULL)"
-    if kind != "DOUBLE":
+    if kind != "Double":
         return fits
-    places = f"length({column}) - strpos({column}, '.')"
-    padded, pointed = rf"regexp_matches({column}, '\.\d+0$')", f"contains({column}, '.')"
-    same = f"min({places}) FILTER ({pointed}) = max({places}) FILTER ({pointed})"
-    return f"{fits} AND (NOT bool_or({padded}) OR {same})"
+    places, pointed = f"length({column}) - strpos({column}, '.')", f"contains({column}, '.')"
+    return f"{fits} AND min({places}) FILTER ({pointed}) = max({places}) FILTER ({pointed})"
 
 
 def common_types(
