@@ -39,7 +39,7 @@ from flows.runtime.ending import interruptible, reporting, resume_interrupt
 from flows.runtime.redaction import hide, hiding, mask
 from pipeline.config import RunConfig
 from pipeline.config.draft import Draft
-from pipeline.jobs.console import SECONDS_BETWEEN_LINES, Console, Logger, Progress, Step
+from pipeline.jobs.console import SECONDS_BETWEEN_LINES, UNITS, Console, Logger, Progress, Step
 
 SECONDS_TO_END = 5.0
 """How long to wait at exit for the last progress update to be sent."""
@@ -207,7 +207,7 @@ class RunPage:
     def show(self, what: str, done: int, total: int, note: str) -> None:
         """Keeps the newest figures for the thread."""
         share = min(100.0 * done / total, 100.0) if total else 100.0
-        self.newest[what] = (share, f"{done:,} of {total:,} {self.unit}{f', {note}' if note else ''}")
+        self.newest[what] = (share, f"{done:,} of {total:,} {UNITS.get(what, self.unit)}{f', {note}' if note else ''}")
         if not self.thread.ident:
             self.thread.start()
 

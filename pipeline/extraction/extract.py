@@ -1,6 +1,7 @@
 """Stage entry: reads raw files and writes labelled samples into the warehouse."""
 
 import datetime
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -108,6 +109,8 @@ class IngestResult(BaseModel, frozen=True):
     stale_lookups: Mapping[str, int] = {}
     """Side table -> number of skipped days with earlier values of it."""
     checked: CheckResult = CheckResult()
+    seconds: Mapping[str, float] = {}
+    """Phase -> its seconds: look at files, plan days, write files, check, and commit."""
 
 
 class DayRows(BaseModel, frozen=True):
@@ -143,6 +146,19 @@ class _Ingest:
         """Outcome for a day that would lose something."""
         outcome = self.config.checks.losses
         return "warn" if self.force and outcome != "off" else outcome
+
+
+class _Phases:
+    """Seconds of the phases of an ingest, which follow each other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = time.perf_counter()
+
+    def end(self, phase: str) -> None:
+        """Ends a phase."""
+        now = time.perf_counter()
+        self.seconds[phase], self._begun = now - self._begun, now
 
 
 @dataclass(frozen=True)
@@ -203,15 +219,20 @@ def extract(
         EmptyDatasetError: If there are no rows, a day in `only` has none, or there is no table because no day may be
             written.
     """
+    phases = _Phases()
     context = replace(context, only=frozenset(only), repeat_days=config.repeat_days)
     if not config.other_sources:
         refuse_strangers(context)
     with SourceReader(context, report, bool(config.order_by)) as reader:
         known = Inventory() if force else Inventory.read(inventory_path(context))
         ingest = _Ingest(context, config, force, report, warn, reader, learn(reader, known, warn))
+        phases.end("look")
         plan = _plan_days(ingest)
+        phases.end("plan")
         with _measured(ingest, plan) as (measured, staged):
+            phases.end("write")
             profiled, checked = _check_days(ingest, plan, measured)
+            phases.end("check")
             if checked.days:
                 on_checked(checked)
             checked.raise_failed()
@@ -228,7 +249,9 @@ def extract(
                 expired = _expire_days(context, plan.first)
                 materialized = _materialize_days(ingest, plan, passed)
         result = _result(ingest, plan, passed, broken, checked)
-        return result.model_copy(update={"materialized": materialized, "days_expired": tuple(expired)})
+        phases.end("commit")
+        more = {"materialized": materialized, "days_expired": tuple(expired), "seconds": phases.seconds}
+        return result.model_copy(update=more)
 
 
 def source_days(context: SourceContext) -> list[datetime.date]:

@@ -25,6 +25,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+UNITS = {"check": "days", "decode": "files", "download": "bytes", "keys": "row groups"}
+"""Kind of work -> what it counts, where the work around it counts something else."""
+
+
 class ProgressPage(Protocol):
     """Shows progress on the run's page."""
 
@@ -74,7 +78,7 @@ class Progress:
             return
         if self.terminal:
             if what not in self.bars:  # each new bar is a line on the terminal
-                unit = f" {self.unit}"
+                unit = f" {UNITS.get(what, self.unit)}"
                 self.bars[what] = tqdm(total=total, desc=f"{what:>9}", unit=unit, unit_scale=True, dynamic_ncols=True)
             bar = self.bars[what]
             bar.set_postfix_str(note, refresh=False)
@@ -88,10 +92,11 @@ class Progress:
         new_tenth = silence >= SECONDS_BETWEEN_LINES and 10 * done // max(total, 1) > tenths
         if done >= total or silence >= longest or new_tenth:
             self.logged[what] = (now, 10 * done // max(total, 1))
-            parts = [f"{done:,} of {total:,} {self.unit}"]
+            unit = UNITS.get(what, self.unit)
+            parts = [f"{done:,} of {total:,} {unit}"]
             if done - before > now - began > 0.5:
                 speed = (done - before) / (now - began)
-                parts.append(f"{speed:,.0f} {self.unit}/s")
+                parts.append(f"{speed:,.0f} {unit}/s")
                 parts += [f"{tqdm.format_interval((total - done) / speed)} to go"] if done < total else []
             parts += [note] if note else []
             share = f"{100 * done // total} %, " if 0 < done < total else ""

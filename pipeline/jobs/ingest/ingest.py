@@ -206,6 +206,10 @@ def _log_files(workspace: Workspace, name: str, result: IngestResult) -> None:
     log = workspace.console.log
     opened = "all" if result.files.opened >= result.files.count else result.files.opened or "none"
     log.info("table %s: %s files, %s opened: %s", name, result.files.count, opened, _describe_rows(result.files.total))
+    seconds = sum(result.seconds.values())
+    if result.rows:
+        phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in result.seconds.items())
+        log.info("table %s: %s rows/s over %.1f s: %s", name, f"{result.rows / seconds:,.0f}", seconds, phases)
     for file, one in result.files.incomplete.items():
         log.warning("file '%s': %s", file, _describe_rows(one))
     if result.files.unlisted:
@@ -229,6 +233,7 @@ def summarize_ingest(workspace: Workspace, name: str, result: IngestResult) -> d
         "table": result.snapshot.table,
         "snapshot_id": result.snapshot.snapshot_id,
         "rows": result.rows,
+        "seconds": {phase: round(spent, 3) for phase, spent in result.seconds.items()},
         "days_written": len(result.days_written),
         "days_skipped": len(result.days_skipped),
         "days_held": len(result.days_held),

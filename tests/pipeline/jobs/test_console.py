@@ -57,3 +57,11 @@ def test_a_training_that_gets_worse_is_told_once(caplog: pytest.LogCaptureFixtur
         "valid NE is 0.8400 after 5 validations without a better one; the best was 0.7900 at step 2, and that "
         "model is kept. training.patience ends a training that gets worse"
     ]
+
+
+def test_each_kind_of_work_is_counted_in_its_unit(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with Progress(logging.getLogger("test")) as progress:
+        for what in ("decode", "check", "ingest"):
+            progress(what, 2, 2)
+    assert caplog.messages == ["decode: 2 of 2 files", "check: 2 of 2 days", "ingest: 2 of 2 rows"]

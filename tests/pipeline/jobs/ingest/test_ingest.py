@@ -112,6 +112,24 @@ def test_an_open_day_is_trained_on_only_if_the_config_says_so(tmp_path: Path) ->
 
 
 @pytest.mark.nightly
+def test_an_ingest_says_where_its_time_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(2):
+        put_day(tmp_path, number)
+    begun = time.perf_counter()
+    with caplog.at_level(logging.INFO):
+        done = ingest_days(workspace(tmp_path), None, False)
+    whole = time.perf_counter() - begun
+    assert list(done["seconds"]) == ["look", "plan", "write", "check", "commit"]
+    assert 0.0 < sum(done["seconds"].values()) <= whole
+    [line] = [line for line in caplog.messages if "rows/s over" in line]
+    rate = float(line.split(": ")[1].split(" rows/s")[0].replace(",", ""))
+    assert rate == pytest.approx(80 / sum(done["seconds"].values()), abs=1.0)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert ingest_days(workspace(tmp_path), None, False)["status"] == "skipped"
+    assert not [line for line in caplog.messages if "rows/s" in line]
+
+
 def test_days_that_lack_a_stored_column_are_refused_until_it_is_back_filled(tmp_path: Path) -> None:
     for number in range(4):
         put_day(tmp_path, number)
