@@ -49,8 +49,8 @@ def replace_days(
 ) -> SnapshotRef:
     """Replaces whole days of a table in one commit. Creates the table or adds columns as needed.
 
-    Readers see either all old days or all new ones. Memory holds `file_rows` rows, or a few times as
-    many small ones.
+    Readers see either all old days or all new ones. Memory holds `file_rows` rows, and a few times as many if they are
+    small.
 
     Args:
         days: Day -> identity of what is written, recorded in the snapshot's summary.
@@ -65,7 +65,6 @@ def replace_days(
         StorageError: If the row counts differ, a row belongs to another day, or a column changed its type or was
             renamed or dropped by another engine.
     """
-
     files = partial(_write, name=name, schema=schema, batches=batches, rows=rows)
     table = _evolve(warehouse, name, schema, anew)
     if made_of is not None:
@@ -99,7 +98,8 @@ class StagedDays:
         """
         table = _evolve(self.warehouse, self.name, self.schema)
         now, then = table.metadata, self.metadata
-        if (now.schema().fields, now.location, now.spec()) != (then.schema().fields, then.location, then.spec()):
+        kept = all(field in now.schema().fields for field in then.schema().fields)  # others are null in our files
+        if not kept or (now.location, now.spec()) != (then.location, then.spec()):
             raise ConflictError(
                 f"schema of table '{self.name}'", "no concurrent change", "another one", "Run the command again."
             )

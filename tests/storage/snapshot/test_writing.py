@@ -258,7 +258,7 @@ def test_columns_that_the_table_cannot_have_are_told_by_the_write(warehouse: War
 
 @pytest.mark.parametrize("new", [True, False])
 def test_a_column_that_another_writer_adds_meanwhile_is_a_conflict(warehouse: Warehouse, home: Path, new: bool) -> None:
-    """Both would have the number of the same column. If both writers added the same ones, nothing is in the way."""
+    """Both would be the same field. If both writers added the same ones, or only the other one, nothing is in the way."""
     if not new:
         write_days(warehouse, samples())
     wide, other = samples(price=0.5), samples(size=7)
@@ -274,6 +274,16 @@ def test_a_column_that_another_writer_adds_meanwhile_is_a_conflict(warehouse: Wa
         replace_days(warehouse, "events", named(2), wide.schema, wide.slice(4).to_batches(), 2)
         stage(staged, wide).commit(named(0), {})
     assert stored_ids(warehouse) == [0, 1, *([] if new else [10, 11]), 20, 21]
+    both, third = samples(price=0.5, size=7), samples(third=True)
+    with stage_days(warehouse, "events", both.schema) as staged:
+        written = stage(staged, both)
+        replace_days(warehouse, "events", named(2), third.schema, third.slice(4).to_batches(), 2)
+        written.commit(named(1), {})
+    found = read_rows(warehouse, warehouse.current("events"), ["id", "price", "size", "third"]).sort_by("id")
+    assert found.slice(found.num_rows - 4).to_pylist() == [
+        *({"id": i, "price": 0.5, "size": 7, "third": None} for i in (10, 11)),
+        *({"id": i, "price": None, "size": None, "third": True} for i in (20, 21)),
+    ]
 
 
 @pytest.mark.parametrize("new", [True, False])
