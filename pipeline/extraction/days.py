@@ -265,20 +265,25 @@ def rows_of_days(rows: OpenSource, days: Sequence[SourceDay], only: Collection[s
     return f"list_contains([{files}], __file) AND {days_condition(days)}" if files else "false"
 
 
-def group_files(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[list[str]]:
-    """Groups the files of days, as they are read and in that order, with at most `most` rows or one file a group."""
+def group_files(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[list[str]] | None:
+    """Groups the files of days, as they are read and in that order, with at most `most` rows of the days a group.
+
+    Returns:
+        None if a file has more.
+    """
     counts = Counter[str]()
     for day in days:
         counts.update(day.files)
     groups: list[list[str]] = [[]]
     room = most
     for read, file in sorted(rows.names.items()):
-        if file in counts:
-            if groups[-1] and counts[file] > room:
-                groups.append([])
-                room = most
-            groups[-1].append(read)
-            room -= counts[file]
+        if counts[file] > most:
+            return None
+        if counts[file] > room:
+            groups.append([])
+            room = most
+        groups[-1] += [read] if file in counts else []
+        room -= counts[file]
     return groups
 
 

@@ -18,8 +18,9 @@ from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 FILE_ORDER = "ORDER BY __file, __row"
-SORTED_ROWS = 500_000
-"""Joined rows that are put into the order of their files at once, unless one file has more. Files follow in order."""
+SORTED_VALUES = 1 << 23
+"""Rows times columns that are put into the order of their files at once, and the next files after them. If a file has
+more, all rows are sorted together: DuckDB spills what does not fit into its memory, but fails at what nearly does."""
 
 
 def quarantine_name(table: str) -> str:
@@ -85,9 +86,9 @@ def good_rows(
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     """Returns the schema of the rows of the days to write, and the rows."""
     query = f"SELECT {', '.join(map(quote, columns))} FROM {rows.view} WHERE {GOOD} AND "
-    if order != FILE_ORDER:
+    parts = group_files(rows, days, SORTED_VALUES // len(columns)) if order == FILE_ORDER else None
+    if parts is None:
         return stream(rows.connection.sql(f"{query}{rows_of_days(rows, days)} {order}"))
-    parts = group_files(rows, days, SORTED_ROWS)
     return stream(*(rows.connection.sql(f"{query}{rows_of_days(rows, days, part)} {order}") for part in parts))
 
 

@@ -37,7 +37,11 @@ FAULTS: dict[str, list[Change]] = {
     "NA is null": [(csv.copy_csv, "skiprows=0", 'na_values=["", "NA", "null", "nan"]')],
     "one value among lists makes text of all": [(json._exact, 'if "ARRAY" not in types or "OBJECT" in types:', "if True:")],
     "text that looks like a number becomes one": [
-        (types._fits, "regexp_full_match({column}, '{_DECIMAL}') AND {shortest}", "TRY_CAST({column} AS DOUBLE) IS NOT NULL"),
+        (
+            types._fits,
+            "CASE WHEN length({column}) < 16 THEN regexp_full_match({column}, '{_DECIMAL}') ELSE {shortest} END",
+            "TRY_CAST({column} AS DOUBLE) IS NOT NULL",
+        ),
     ],
     "true and false are no text": [(types._candidates, '["double"] if stored in _EXACT else []', '["BOOLEAN"]')],
     "hidden files are read": [(files._is_hidden, "return any(", "return False and any(")],
