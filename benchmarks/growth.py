@@ -145,6 +145,11 @@ class Source:
 
     def ingest(self) -> tuple[float, int]:
         """Returns the seconds of the command, and the files that it opened."""
+        seconds, result = self.run()
+        return seconds, result["files"]["opened"]
+
+    def run(self) -> tuple[float, dict[str, Any]]:
+        """Returns the seconds of the command, and what it says of the table of `rows`."""
         begun = time.perf_counter()
         command = [sys.executable, "-m", "flows.ingest", str(self.config)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -152,7 +157,7 @@ class Source:
         if done.returncode:
             raise RuntimeError(done.stderr[-2_000:])
         result = json.loads(done.stdout.strip().splitlines()[-1])
-        return seconds, (result["events"]["seen"] if self.kind == "events" else result)["files"]["opened"]
+        return seconds, result["events"]["seen"] if self.kind == "events" else result
 
 
 def _as_text(figures: dict[str, Any]) -> str:

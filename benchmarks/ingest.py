@@ -3,9 +3,10 @@
     python -m benchmarks.ingest [--kinds logs samples csv json] [--days 8] [--rows 250000] [--columns 16] [--rounds 5]
     python -m benchmarks.ingest --kinds samples --days 120 --rows 10000 --columns 300 --rounds 3
 
-Kinds are those of `benchmarks.growth`. Ours is the whole command with checks and statistics, less the same command on
-a day of 1,000 rows. DuckDB reads the same files, joins outcomes inside the window, and writes zstd Parquet by day, in
-row groups of 65,536, on as many threads; it checks and measures nothing. `ratio` is ours over DuckDB's, medians.
+Kinds are those of `benchmarks.growth`. Ours is what the command accounts for (`seconds`), from its first look at the
+files to the last commit, with checks and statistics, less the same on a day of 1,000 rows. DuckDB reads the same files,
+joins outcomes inside the window, and writes zstd Parquet by day, in row groups of 65,536, on as many threads; it checks
+and measures nothing. `ratio` is ours over DuckDB's, medians.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def compare(kind: str, days: int, rows: int, columns: int, rounds: int) -> dict[
 def _first(source: Source) -> float:
     """Returns the seconds of an ingest into a new home."""
     shutil.rmtree(source.folder / "home", ignore_errors=True)
-    return source.ingest()[0]
+    return float(sum(source.run()[1]["seconds"].values()))
 
 
 def _duckdb(source: Source, rows: int) -> float:
