@@ -108,7 +108,7 @@ def find_objects(pattern: str, properties: Mapping[str, str]) -> list[ObjectFile
     try:  # fsspec's own glob takes a store that does not answer for an empty one
         found = list(_walk(store.fs, bucket, parts))
     except OSError as error:
-        raise _unreachable(f"address '{pattern}'", error) from error
+        raise unreachable(f"address '{pattern}'", error) from error
     return sorted(ObjectFile(f"{scheme}://{info.path}", info.size, info.mtime_ns or 0) for info in found)
 
 
@@ -266,7 +266,7 @@ class ObjectFolder:
         except OSError as error:
             if isinstance(error, FileNotFoundError) or error.errno in _OF_DISKS:
                 raise
-            raise _unreachable(f"address '{self.address}'", error) from error
+            raise unreachable(f"address '{self.address}'", error) from error
 
 
 def retry_long() -> "pa_fs.S3RetryStrategy":
@@ -289,7 +289,7 @@ def store_failure(error: Exception) -> StorageError | None:
     """Returns what a store answered to DuckDB, whose error is then Python's traceback. None: it is another error."""
     text = str(error)
     found = _ANSWER.search(text) if text.startswith("Traceback") else None
-    return None if found is None else _unreachable("object store of the source", OSError(found[1]))
+    return None if found is None else unreachable("object store of the source", OSError(found[1]))
 
 
 def _open_store(address: str, properties: Mapping[str, str]) -> "AbstractFileSystem":
@@ -303,7 +303,7 @@ def _open_store(address: str, properties: Mapping[str, str]) -> "AbstractFileSys
     try:
         return _store(scheme, rest.partition("/")[0], tuple(sorted(add_variables(properties).items())))
     except (OSError, ValueError) as error:
-        raise _unreachable(f"address '{address}'", error) from error
+        raise unreachable(f"address '{address}'", error) from error
 
 
 def _path_in(address: str) -> str:
@@ -379,7 +379,7 @@ def _read_s3(client: Any, address: str) -> tuple[bytes | None, str]:
     except client.exceptions.NoSuchKey:
         return None, ""
     except (BotoCoreError, ClientError) as error:
-        raise _unreachable(f"address '{address}'", error) from error
+        raise unreachable(f"address '{address}'", error) from error
 
 
 def _swap_s3(client: Any, address: str, before: bytes | None, content: bytes) -> bool:
@@ -405,11 +405,11 @@ def _swap_s3(client: Any, address: str, before: bytes | None, content: bytes) ->
                 if status not in REFUSED:
                     raise
     except (BotoCoreError, ClientError) as error:
-        raise _unreachable(f"address '{address}'", error) from error
-    raise _unreachable(f"address '{address}'", OSError(f"{SWAPS} refusals to replace a file that nobody has changed"))
+        raise unreachable(f"address '{address}'", error) from error
+    raise unreachable(f"address '{address}'", OSError(f"{SWAPS} refusals to replace a file that nobody has changed"))
 
 
-def _unreachable(where: str, error: Exception) -> StorageError:
+def unreachable(where: str, error: Exception) -> StorageError:
     reason = str(error).split("\n")[0].rstrip(".")
     return StorageError(
         where, "a store that answers", reason,

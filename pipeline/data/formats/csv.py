@@ -6,7 +6,8 @@ Nothing else is found out about a file but its delimiter: no line is a comment, 
 import csv
 import io
 from collections.abc import Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from gzip import BadGzipFile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,8 @@ from isal import igzip, igzip_lib
 
 from pipeline.data.formats.files import SourceFile, address_of
 from pipeline.errors import DataError
-from storage.objects import open_file
+from storage.errors import is_shortage
+from storage.objects import open_file, unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -146,31 +148,38 @@ def open_plain(file: SourceFile, properties: Mapping[str, str]) -> "Iterator[IO[
     """Opens a file for reading from its start, uncompressed if its name says that it is compressed.
 
     Raises:
-        OSError: Also within the context, if the file is damaged.
+        RuntimeError: Also within the context, if the file is damaged.
+        StorageError: Likewise, if its store fails.
     """
-    with open_file(address_of(file), properties) as opened:
-        codec = CODECS.get(file.name.rpartition(".")[2].lower())
-        if codec is None:
-            yield opened
-        elif codec == "gzip":  # three times as fast as Arrow's
-            try:
-                with igzip.open(opened) as stream:
-                    yield stream
-            except (EOFError, igzip_lib.IsalError) as error:  # type: ignore[misc]  # its stub declares no class
-                raise OSError(f"{error}") from error
-        else:
-            with pa.CompressedInputStream(opened, codec) as stream:
-                yield stream
+    codec = CODECS.get(file.name.rpartition(".")[2].lower())
+    try:
+        with open_file(address_of(file), properties) as opened, _unpacked(opened, codec) as stream:
+            yield stream
+    except (EOFError, BadGzipFile, igzip_lib.IsalError) as error:  # type: ignore[misc]  # its stub declares no class
+        raise RuntimeError(f"{error}") from error
+    except OSError as error:
+        if isinstance(file, Path) or is_shortage(error) or error.errno is not None:  # such as a full disk
+            raise
+        raise unreachable("object store of the source", error) from error
 
 
-def unpack(file: SourceFile, plain: Path, properties: Mapping[str, str]) -> SourceFile:
-    """Returns the uncompressed local file to read: the file itself, or the copy `plain`.
+def _unpacked(opened: "pa.NativeFile", codec: str | None) -> "AbstractContextManager[IO[bytes] | pa.NativeFile]":
+    if codec == "gzip":  # three times as fast as Arrow's
+        return igzip.open(opened)
+    return nullcontext(opened) if codec is None else pa.CompressedInputStream(opened, codec)
+
+
+def unpack(file: SourceFile, folder: Path, properties: Mapping[str, str]) -> SourceFile:
+    """Returns the uncompressed local file to read: the file itself, or a copy in a folder.
 
     A file is read twice and more. DuckDB reads a compressed one with one thread.
     """
-    if isinstance(file, Path) and file.suffix[1:].lower() not in CODECS:
+    name, _, ending = file.name.rpartition(".")
+    packed = ending.lower() in CODECS
+    if isinstance(file, Path) and not packed:
         return file
-    plain.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = folder / (name if packed else file.name)
     with open_plain(file, properties) as stream, plain.open("wb") as copy:
         while block := stream.read(BLOCK_BYTES):
             copy.write(block)

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
@@ -144,11 +145,8 @@ class Decoder:
         copy = folder / f"{self._numbers[file]:09}" / _parts(file)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.unlink(missing_ok=True)
-        plain = folder / "plain" / f"{self._numbers[file]:09}" / file.name.rpartition(".")[0]
-        try:
-            return _copy(connection, file, self.forms[file], copy, plain, self.properties)
-        finally:
-            plain.unlink(missing_ok=True)
+        with TemporaryDirectory(prefix="plain-", dir=folder) as plain:
+            return _copy(connection, file, self.forms[file], copy, Path(plain), self.properties)
 
 
 @contextmanager
@@ -220,7 +218,7 @@ def _copy_text(
     """Copies a file of text. Returns its rows, counted meanwhile.
 
     Args:
-        plain: Where the file may lie uncompressed.
+        plain: Folder for the file uncompressed.
     """
     dialect = read_dialect(file, properties) if form == "csv" else None
     read = unpack(file, plain, properties)

@@ -1,20 +1,24 @@
 """Logs in an object store are ingested like the same files on a disk."""
 
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.formats.files import find_files
+from pipeline.data.formats.reading import readable_files
 from pipeline.data.joined.source import FeatureSource, pin_sources
 from pipeline.errors import DataError
 from pipeline.jobs.transient import is_transient
 from pipeline.transforms.joins import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
+from storage.objects import find_objects
 from storage.warehouse import Warehouse
 from tests.objects import Store, serving_objects
 
@@ -87,6 +91,18 @@ def test_a_joined_source_is_read_from_the_store_and_may_not_change_meanwhile(
         list(source.rows(None, ["age"]))
 
 
+@pytest.mark.slow
+def test_text_of_any_name_is_read_from_a_store(store: Store, tmp_path: Path) -> None:
+    lines = b"user,age\n1,2\n"
+    contents = {"rows": lines, "a.csv": lines, "b.csv.gz": gzip.compress(lines), ".gz.csv": lines}
+    for name, content in contents.items():
+        store.client().put_object(Bucket=store.bucket, Key=f"text/{name}", Body=content)
+    files = find_objects("s3://logs/text/*", store.properties)
+    with readable_files(dict.fromkeys(files, "csv"), tmp_path, store.properties) as read:
+        assert [pq.read_table(read[file].read).to_pylist() for file in files] == [[{"user": "1", "age": "2"}]] * 4
+    assert not [*tmp_path.rglob("*.csv")]
+
+
 @pytest.mark.nightly
 def test_a_store_that_is_lost_meanwhile_is_named_and_the_run_may_try_again(
     logs: Path, ingest: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +112,11 @@ def test_a_store_that_is_lost_meanwhile_is_named_and_the_run_may_try_again(
         other.upload(logs)
         remote = Warehouse(WarehouseConfig(catalog=other.properties), tmp_path / "remote")
         listed = find_files("s3://logs/shown/*/*.parquet", tmp_path, "source.path", other.properties)
+        text = find_files("s3://logs/clicks/*", tmp_path, "source.path", other.properties)
+    reading = readable_files(dict.fromkeys(text, "auto"), tmp_path, other.properties)
+    with pytest.raises(StorageError, match="object store of the source: expected a store that answers, got") as lost:
+        reading.__enter__()
+    assert is_transient(lost.value)
     monkeypatch.setattr("pipeline.extraction.opening.find_files", lambda *_: listed)
     with pytest.raises(StorageError, match="object store of the source: expected a store that answers, got") as lost:
         ingest({"path": "s3://logs/shown/*/*.parquet", "day_column": "event_time"}, into=remote)
