@@ -71,6 +71,8 @@ class Serial:
         done.set_result(work(*args, **kwargs))
         return done
 
+    def shutdown(self, **_: object) -> None: ...
+
 
 class Clock:
     """The machine's clock, which can be wrong."""
