@@ -17,7 +17,7 @@ from pyiceberg.table.snapshots import Operation
 
 from storage.arrow import family_of, is_same_type
 from storage.config import find_owner
-from storage.errors import ConflictError, StorageError, UnknownCommitError
+from storage.errors import ConflictError, StorageError
 from storage.keys import is_key
 from storage.snapshot.catalog import PART_OF, new_table
 from storage.snapshot.commit import CachedTransaction, RecordingIO, ReplacedDays, committing
@@ -105,15 +105,16 @@ class StagedDays:
             )
         _refuse_changed(self.warehouse, table, self.begun, days)
         files = [file for file in self.files if day_of(file) in days]
-        try:
-            reference = replace_files(self.warehouse, table, days, lambda writer: files, notes=notes)
-        except UnknownCommitError:
-            self.io.written.clear()  # a snapshot may name them
-            raise
-        named = {file.file_path for file in files}
-        self.io.written[:] = [path for path in self.io.written if path not in named]
+        reference = replace_files(self.warehouse, table, days, lambda writer: files, notes, io=self._hand_over(files))
         _assert_rows(self.warehouse, reference, sorted(days), sum(file.record_count for file in files))
         return reference
+
+    def _hand_over(self, files: Sequence[DataFile]) -> RecordingIO:
+        """Returns the files' own record: from here on the commit decides whether they stay, whatever ends it."""
+        paths, theirs = {file.file_path for file in files}, RecordingIO(self.io.io)
+        theirs.written = [path for path in self.io.written if path in paths]
+        self.io.written = [path for path in self.io.written if path not in paths]
+        return theirs
 
 
 @contextmanager
@@ -172,6 +173,7 @@ def replace_files(
     files: Callable[[DataFileWriter], Iterable[DataFile]],
     notes: Mapping[datetime.date, Any] = MappingProxyType({}),
     same: Mapping[datetime.date, str] = MappingProxyType({}),
+    io: RecordingIO | None = None,
 ) -> SnapshotRef:
     """Replaces the files of whole days in one commit. A change that did not take effect leaves no file.
 
@@ -182,12 +184,13 @@ def replace_files(
         notes: Day -> a JSON value about what is written, for `day_notes`. The next write of the day discards it.
         same: Day -> its `day_contents`, where the new files hold the same rows as before. They may have columns
             that the table has never had.
+        io: Has written the new files already. None: they are written now.
     Raises:
         ConflictError: If another writer changed one of these days in the meantime.
         StorageError: If a file belongs to another day.
         UnknownCommitError: If the commit may or may not have taken effect.
     """
-    name, transaction, io = table.name()[-1], CachedTransaction(table), RecordingIO(table.io)
+    name, transaction, io = table.name()[-1], CachedTransaction(table), io or RecordingIO(table.io)
     overwrite = _overwrite(warehouse, table, transaction, days)
     written = {day: identity for day, identity in days.items() if identity}
     paths: dict[datetime.date, list[str]] = {day: [] for day in days}

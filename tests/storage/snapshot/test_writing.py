@@ -320,3 +320,19 @@ def test_files_of_a_commit_without_an_answer_stay(
     [arguments] = late
     commit(*arguments)
     assert stored_ids(warehouse) == [0, 1, 10, 11, 20, 21]
+
+
+def test_an_interrupt_after_the_commit_does_not_delete_its_staged_files(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_days(warehouse, samples())
+    commit = type(warehouse.catalog).commit_table
+
+    def interrupted(*arguments: Any) -> None:
+        commit(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(warehouse.catalog), "commit_table", interrupted)
+    with pytest.raises(KeyboardInterrupt), stage_days(warehouse, "events", samples().schema) as staged:
+        stage(staged, samples()).commit(named(1), {})
+    assert stored_ids(warehouse) == [0, 1, 10, 11, 20, 21]
