@@ -232,9 +232,9 @@ def extract(
         with _measured(ingest, plan) as (measured, staged):
             phases.end("write")
             profiled, checked = _check_days(ingest, plan, measured)
-            phases.end("check")
             if checked.days:
                 on_checked(checked)
+            phases.end("check")
             checked.raise_failed()
             passed = [day for day in plan.due if day.day not in checked.held_back]
             broken = [day for day in plan.due if day.day in checked.held_back]

@@ -6,7 +6,7 @@ Nothing else is found out about a file but its delimiter: no line is a comment, 
 import csv
 import io
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from gzip import BadGzipFile
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
@@ -21,8 +21,6 @@ from storage.errors import is_shortage
 from storage.objects import open_file, unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import duckdb
 
 DELIMITERS = ",\t;|"
@@ -89,31 +87,33 @@ def rows_of_a_group(columns: int) -> int:
     return max(2_048, min(122_880, COPY_CELLS // max(columns, 1)))
 
 
-def read_dialect(file: SourceFile, properties: Mapping[str, str]) -> Dialect | None:
+def read_dialect(plain: Path, where: str) -> Dialect | None:
     """Returns the delimiter and names of a CSV file, or None for a file without a line.
 
     The delimiter is the one that gives the first line several values and the second as many, and most of them.
 
+    Args:
+        where: The file as errors name it.
     Raises:
         DataError: If the names are no text in UTF-8, or two columns have one.
     """
-    with open_plain(file, properties) as stream:
+    with plain.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     text = head.decode("utf-8-sig", errors="replace").lstrip("\r\n")  # DuckDB names the line of what is no text
     if not text:
         return None
     if "\0" in text:
-        raise DataError(f"CSV file '{file.name}'", "text", "a byte 0", "Set source.format, or write it in UTF-8.")
+        raise DataError(where, "text", "a byte 0", "Set source.format, or write it in UTF-8.")
     found = {delimiter: _first_lines(text, delimiter) for delimiter in DELIMITERS}
     several = {mark: lines for mark, lines in found.items() if len(lines[0]) > 1} or found
     fitting = {mark: lines for mark, lines in several.items() if len({len(line) for line in lines}) == 1} or several
     delimiter = max(fitting, key=lambda mark: len(fitting[mark][0]))
     if "\ufffd" in "".join(fitting[delimiter][0]):
-        raise DataError(f"CSV file '{file.name}'", "names in UTF-8", "other bytes in line 1", "Write it in UTF-8.")
+        raise DataError(where, "names in UTF-8", "other bytes in line 1", "Write it in UTF-8.")
     names = [name or f"column{place}" for place, name in enumerate(fitting[delimiter][0])]
-    refuse_like_names(f"CSV file '{file.name}'", names)
+    refuse_like_names(where, names)
     if len(names) == 1 and head.lstrip(b"\xef\xbb\xbf")[:1] in b"\r\n":  # a null, in a file of one column
-        raise DataError(f"CSV file '{file.name}'", "a name in the first line", "an empty line", "Remove that line.")
+        raise DataError(where, "a name in the first line", "an empty line", "Remove that line.")
     return Dialect(delimiter, tuple(names))
 
 
@@ -143,24 +143,35 @@ def refuse_like_names(where: str, names: "list[str] | tuple[str, ...]") -> None:
             raise DataError(where, "names that differ in more than their case", found, "Rename one in the files.")
 
 
-@contextmanager
-def open_plain(file: SourceFile, properties: Mapping[str, str]) -> "Iterator[IO[bytes] | pa.NativeFile]":
-    """Opens a file for reading from its start, uncompressed if its name says that it is compressed.
+def unpack(file: SourceFile, folder: Path, properties: Mapping[str, str]) -> Path:
+    """Returns the uncompressed local file to read: the file itself, or a copy in a folder.
+
+    A file is read twice and more. DuckDB reads a compressed one with one thread.
 
     Raises:
-        RuntimeError: Also within the context, if the file is damaged.
-        StorageError: Likewise, if its store fails.
+        RuntimeError: If the file is damaged.
+        StorageError: If its store fails.
     """
-    codec = CODECS.get(file.name.rpartition(".")[2].lower())
+    name, _, ending = file.name.rpartition(".")
+    codec = CODECS.get(ending.lower())
+    if isinstance(file, Path) and codec is None:
+        return file
+    plain = folder / (file.name if codec is None else name)
     try:
-        with open_file(address_of(file), properties) as opened, _unpacked(opened, codec) as stream:
-            yield stream
+        with (
+            plain.open("wb") as copy,
+            open_file(address_of(file), properties) as opened,
+            _unpacked(opened, codec) as stream,
+        ):
+            while block := stream.read(BLOCK_BYTES):
+                copy.write(block)
     except (EOFError, BadGzipFile, igzip_lib.IsalError) as error:  # type: ignore[misc]  # its stub declares no class
         raise RuntimeError(f"{error}") from error
     except OSError as error:
         if isinstance(file, Path) or is_shortage(error) or error.errno is not None:  # such as a full disk
             raise
         raise unreachable("object store of the source", error) from error
+    return plain
 
 
 def _unpacked(opened: "pa.NativeFile", codec: str | None) -> "AbstractContextManager[IO[bytes] | pa.NativeFile]":
@@ -169,30 +180,13 @@ def _unpacked(opened: "pa.NativeFile", codec: str | None) -> "AbstractContextMan
     return nullcontext(opened) if codec is None else pa.CompressedInputStream(opened, codec)
 
 
-def unpack(file: SourceFile, folder: Path, properties: Mapping[str, str]) -> SourceFile:
-    """Returns the uncompressed local file to read: the file itself, or a copy in a folder.
-
-    A file is read twice and more. DuckDB reads a compressed one with one thread.
-    """
-    name, _, ending = file.name.rpartition(".")
-    packed = ending.lower() in CODECS
-    if isinstance(file, Path) and not packed:
-        return file
-    folder.mkdir(parents=True, exist_ok=True)
-    plain = folder / (name if packed else file.name)
-    with open_plain(file, properties) as stream, plain.open("wb") as copy:
-        while block := stream.read(BLOCK_BYTES):
-            copy.write(block)
-    return plain
-
-
-def count_csv(file: SourceFile, dialect: Dialect, properties: Mapping[str, str]) -> int:
+def count_csv(plain: Path, dialect: Dialect) -> int:
     """Counts the rows of a CSV file, by another parser than the one that copies it.
 
     An empty line is a null if there is one column, and no row otherwise.
     """
     first, several = dialect.names[0], len(dialect.names) > 1
-    with open_plain(file, properties) as stream:
+    with plain.open("rb") as stream:
         reader = pa_csv.open_csv(
             stream,
             pa_csv.ReadOptions(block_size=BLOCK_BYTES, column_names=list(dialect.names), skip_rows=0),

@@ -1,14 +1,13 @@
 """Copies JSON lines to Parquet: one object a line."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 
-from pipeline.data.formats.csv import open_plain, refuse_like_names, rows_of_a_group
-from pipeline.data.formats.files import SourceFile
+from pipeline.data.formats.csv import refuse_like_names, rows_of_a_group
 from pipeline.errors import DataError
 from storage.query import quote
 
@@ -30,12 +29,13 @@ _BLANK = re.compile(rb"\n[ \t\r\v\f]*(?=\n)")
 """A line without anything, and the end of the one before."""
 
 
-def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: Path, pattern: str) -> None:
+def copy_json(connection: "duckdb.DuckDBPyConnection", where: str, copy: Path, pattern: str) -> None:
     """Copies a file of JSON lines. A column's type fits all its values in the file. Dates and times stay text.
 
     A column with lists and single values gets lists of one in their place.
 
     Args:
+        where: The file as errors name it.
         pattern: As of `copy_csv`.
     Raises:
         Error: DuckDB's, for a line that is no JSON.
@@ -43,7 +43,7 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", file: SourceFile, copy: P
     """
     listed = "['" + pattern.replace("'", "''") + "']"
     options = f"{listed}, format='newline_delimited', hive_partitioning=false, maximum_object_size={MOST_LINE_BYTES}"
-    where, objects = f"JSON file '{file.name}'", f"read_json_objects({options})"
+    objects = f"read_json_objects({options})"
     found = connection.sql(f"SELECT * FROM read_json({options}, sample_size=-1, map_inference_threshold=-1)")
     kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True)}
     if doubted := _may_be_renamed([*kinds]):
@@ -174,10 +174,10 @@ def _not_ids(name: str, where: str, one: object, other: object) -> DataError:
     )  # fmt: skip
 
 
-def count_lines(file: SourceFile, properties: Mapping[str, str]) -> int:
+def count_lines(plain: Path) -> int:
     """Counts the lines that are not blank: no value of JSON holds the end of a line."""
     lines, rest = 0, b"\n"
-    with open_plain(file, properties) as stream:
+    with plain.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             whole, end, rest = (rest + block).rpartition(b"\n")
             rest = end + rest

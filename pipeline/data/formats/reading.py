@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,6 @@ from pipeline.data.formats.csv import (
     copy_criteo,
     copy_csv,
     count_csv,
-    open_plain,
     read_dialect,
     refuse_like_names,
     rows_of_a_group,
@@ -145,8 +144,7 @@ class Decoder:
         copy = folder / f"{self._numbers[file]:09}" / _parts(file)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.unlink(missing_ok=True)
-        with TemporaryDirectory(prefix="plain-", dir=folder) as plain:
-            return _copy(connection, file, self.forms[file], copy, Path(plain), self.properties)
+        return _copy(connection, file, self.forms[file], copy, self.properties)
 
 
 @contextmanager
@@ -186,20 +184,20 @@ def readable_names(local: Sequence[Path], objects: Sequence[ObjectFile]) -> tupl
 
 
 def _copy(
-    connection: duckdb.DuckDBPyConnection,
-    file: SourceFile,
-    form: Format,
-    copy: Path,
-    plain: Path,
-    properties: Mapping[str, str],
+    connection: duckdb.DuckDBPyConnection, file: SourceFile, form: Format, copy: Path, properties: Mapping[str, str]
 ) -> ReadableFile:
     """Copies a file, and compares its rows with those that are counted in it."""
     if form == "avro":
         copy_avro(file, copy, properties)
         rows = count_avro(file, properties)
     else:
-        with explained(f"{'CSV' if form == 'criteo' else form.upper()} file '{file.name}'"):
-            rows = _copy_text(connection, file, form, copy, plain, properties)
+        where = f"{'CSV' if form == 'criteo' else form.upper()} file '{file.name}'"
+        with explained(where), TemporaryDirectory(prefix="plain-", dir=copy.parent) as folder:
+            plain = unpack(file, Path(folder), properties)
+            try:
+                rows = _copy_text(connection, plain, form, copy, where)
+            except duckdb.Error as error:
+                raise type(error)(f"{error}".replace(f"{plain}", address_of(file))) from error
     found = pq.read_metadata(copy).num_rows if copy.exists() else 0
     if found != rows:
         remedy = "Run it again once the file is complete: it may have changed meanwhile."
@@ -207,36 +205,21 @@ def _copy(
     return ReadableFile(file, form, copy, rows)
 
 
-def _copy_text(
-    connection: duckdb.DuckDBPyConnection,
-    file: SourceFile,
-    form: Format,
-    copy: Path,
-    plain: Path,
-    properties: Mapping[str, str],
-) -> int:
-    """Copies a file of text. Returns its rows, counted meanwhile.
-
-    Args:
-        plain: Folder for the file uncompressed.
-    """
-    dialect = read_dialect(file, properties) if form == "csv" else None
-    read = unpack(file, plain, properties)
-    with open_plain(read, {}) as stream:
-        if not stream.read(1) or (form == "csv" and dialect is None):
-            return 0
-    count = partial(count_lines, read, {}) if dialect is None else partial(count_csv, read, dialect, {})
+def _copy_text(connection: duckdb.DuckDBPyConnection, plain: Path, form: Format, copy: Path, where: str) -> int:
+    """Copies a local, uncompressed file of text. Returns its rows, counted meanwhile."""
+    dialect = read_dialect(plain, where) if form == "csv" else None
+    if plain.stat().st_size == 0 or (form == "csv" and dialect is None):
+        return 0
     with ThreadPoolExecutor(1, "count") as thread:
-        rows = thread.submit(count)
-        try:
-            if dialect is not None:
-                copy_csv(connection, dialect, copy, as_pattern(read))
-            elif form == "json":
-                copy_json(connection, file, copy, as_pattern(read))
+        if dialect is not None:
+            rows = thread.submit(count_csv, plain, dialect)
+            copy_csv(connection, dialect, copy, as_pattern(plain))
+        else:
+            rows = thread.submit(count_lines, plain)
+            if form == "json":
+                copy_json(connection, where, copy, as_pattern(plain))
             else:
-                copy_criteo(connection, copy, as_pattern(read))
-        except duckdb.Error as error:
-            raise type(error)(f"{error}".replace(address_of(read), address_of(file))) from error
+                copy_criteo(connection, copy, as_pattern(plain))
         return rows.result()
 
 

@@ -249,6 +249,8 @@ def test_numbers_in_objects_refuse_no_file(tmp_path: Path, read: Read) -> None:
         ('{"ä": 1}\n{"Ä": 2}\n', "'Ä' and 'ä'"),
         ('{"x": 1}\n' * 30_000 + '{"X": 2}\n', "'X' and 'x'"),
         ('{"x": 1}\n' * 30_000 + "null\n", "one object a line, got another value, the first of which is object 30001"),
+        ('{"x": [1]}\n' * 9 + "null\n", "one object a line, got another value, the first of which is object 10"),
+        ('{"x": {"y": 1}}\n' * 9 + "null\n", "one object a line, got another value, the first of which is object 10"),
         ('{"x": 1}\n{}\n' + "null\n", "one object a line, got another value, the first of which is object 3"),
         ('{"x": 1}\n[1, 2]\n', "one object a line, got another value, the first of which is object 2"),
         ('{"": 1, "x": 2}\n', "keys that can be names, got an empty one"),
