@@ -81,10 +81,12 @@ class Source:
     Args:
         rows: Of a day.
         columns: Half of them numbers, half of them ids.
+        table_rows: Of the embedding table of each column of ids.
     """
 
-    def __init__(self, folder: Path, kind: str, rows: int, columns: int = 16) -> None:
+    def __init__(self, folder: Path, kind: str, rows: int, columns: int = 16, table_rows: int = 100_000) -> None:
         self.folder, self.kind, self.rows, self.columns, self.days = folder, kind, rows, columns, 0
+        self.table_rows = table_rows
         (folder / "rows").mkdir(parents=True)
         (folder / "outcomes").mkdir()
         self.config = folder / "config.yaml"
@@ -110,7 +112,7 @@ class Source:
                 "dense": [
                     {"columns": [f"num_{k}" for k in range(self.columns // 2)], "transforms": [{"kind": "fill_null"}]}
                 ],
-                "sparse": [{"columns": sparse, "transforms": [{"kind": "sigrid_hash", "size": 100_000}]}],
+                "sparse": [{"columns": sparse, "transforms": [{"kind": "sigrid_hash", "size": self.table_rows}]}],
             },
         }
 

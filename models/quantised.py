@@ -1,16 +1,21 @@
 """Embedding tables of bytes, for scoring only. Shape letters: B rows, V ids, R rows of a table, E width."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from models.weights_file import Number, header
+
 TABLES = "embeddings.embedding_bags."
 """Prefix of a DLRM's tables among its weights."""
 ROW_OVERHEAD_BYTES = 8
 """Bytes after a row's numbers: its scale and its least number, float32 each."""
+PART_ROWS = 1 << 16
+"""Rows of a table that are rounded at a time."""
 
 
 class QuantisedBags(nn.Module):
@@ -21,7 +26,7 @@ class QuantisedBags(nn.Module):
     by 10 steps, not by half a step.
 
     Args:
-        tables: Names, sizes and pooling. Their rows are loaded from the state dict that `quantise_tables` makes.
+        tables: Names, sizes and pooling. Their rows are loaded from the state dict that `write_quantised` makes.
     Shapes:
         Lists of ids of F features and B rows -> float32 [B, F * E], features in the order of the input. An empty
         list gives zeros.
@@ -63,15 +68,31 @@ class _Table(nn.Module):
         return sums_BE / offsets.diff().clamp(min=1).unsqueeze(1) if self.mean else sums_BE
 
 
-def quantise_tables(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rounds the tables of a DLRM's weights to bytes and keeps all other weights.
+def write_quantised(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Writes a DLRM's weights to a safetensors file: tables rounded to bytes, all others as float32.
 
-    The error of a number is at most half of (greatest - least) / 255 of its row.
+    The error of a number is at most half of (greatest - least) / 255 of its row. A few rows at a time are in memory.
 
+    Args:
+        weights: float32, tables [R, E]. Mapped ones are read once.
     Example:
-        >>> table = torch.tensor([[0.0, 1.0, 2.55]])
-        >>> quantise_tables({TABLES + "user.weight": table})[TABLES + "user.weight"][0, :3].tolist()
+        >>> import tempfile
+        >>> from safetensors.torch import load_file
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_quantised({TABLES + "user.weight": torch.tensor([[0.0, 1.0, 2.55]])}, Path(folder, "weights"))
+        ...     load_file(Path(folder, "weights"))[TABLES + "user.weight"][0, :3].tolist()
         [0, 100, 255]
     """
-    pack = torch.ops.quantized.embedding_bag_byte_prepack
-    return {name: pack(value.float()) if name.startswith(TABLES) else value for name, value in weights.items()}
+    layers = {name: value for name, value in sorted(weights.items()) if not name.startswith(TABLES)}
+    tables = {name: value for name, value in sorted(weights.items()) if name.startswith(TABLES)}
+    entries: dict[str, tuple[Number, tuple[int, ...]]] = {
+        **{name: ("F32", tuple(value.shape)) for name, value in layers.items()},
+        **{name: ("U8", (len(value), value.shape[1] + ROW_OVERHEAD_BYTES)) for name, value in tables.items()},
+    }
+    with path.open("wb") as file:
+        file.write(header(entries))
+        for value in layers.values():
+            file.write(value.contiguous().numpy().tobytes())
+        for value in tables.values():
+            for part in value.split(PART_ROWS):
+                file.write(torch.ops.quantized.embedding_bag_byte_prepack(part).numpy().tobytes())

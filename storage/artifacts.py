@@ -129,6 +129,20 @@ def holding(kind: type[BaseModel]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Gives a file that nobody changes a second name, or copies it where that cannot be, as on another filesystem.
+
+    Args:
+        target: Must not exist.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        with atomic_file(target) as temporary:
+            shutil.copyfile(source, temporary)
+
+
 def inside(root: Path, name: str) -> Path:
     """Returns the path of an untrusted name directly below a root.
 

@@ -16,22 +16,32 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 from mlflow.exceptions import MlflowException
-from mlflow.models import ModelSignature
+from mlflow.models import Model, ModelSignature
 from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from models.config import DLRMConfig
-from models.quantised import quantise_tables
+from models.quantised import write_quantised
 from pipeline.errors import RegistryError
 from pipeline.registration import scorer
 from pipeline.registration.config import Default, Weights
 from pipeline.registration.events import EventRecord
 from pipeline.registration.request import column_type, columns_of
 from pipeline.registration.tracking import Tracker, is_unreachable
-from pipeline.registration.versions import HASHES, MODEL, PLAN, WEIGHTS, ModelVersion, hash_files
+from pipeline.registration.versions import (
+    HASHES,
+    MODEL,
+    PACKED,
+    PLAN,
+    WEIGHTS,
+    ModelVersion,
+    hash_files,
+    local_path,
+)
 from pipeline.transforms.joins import EventWindow, History
 from pipeline.transforms.plan.plan import Plan
-from storage.artifacts import atomic_file, write_json, write_text
+from storage.artifacts import atomic_file, link_or_copy, write_json, write_text
+from storage.scratch import ScratchFolder
 
 TOLERANCE = 2.0**-14
 """Largest difference between the trainer's log-odds and the registered model's, relative to 1 + |log-odds|.
@@ -63,18 +73,18 @@ def pack(
     """Packs everything a scorer needs into one folder: no pickle, and all but the weights readable.
 
     Args:
-        weights: The exported weights, always float32.
+        weights: The exported weights, always float32. Nobody may change the file any more.
         form: int8 rounds the tables to bytes.
         defaults: Values of columns that a request lacks.
         logs: Histories and windows of the training. Those that the plan reads can be computed where the model is used.
     """
     shutil.rmtree(folder, ignore_errors=True)  # a killed attempt may have left a part of the weights
     folder.mkdir(parents=True)
-    with atomic_file(folder / WEIGHTS) as temporary:
-        if form == "int8":
-            save_file(quantise_tables(load_file(weights)), temporary)
-        else:
-            shutil.copyfile(weights, temporary)
+    if form == "int8":
+        with atomic_file(folder / WEIGHTS) as temporary:
+            write_quantised(load_file(weights), temporary)
+    else:
+        link_or_copy(weights, folder / WEIGHTS)
     write_text(folder / PLAN, plan.model_dump_json(indent=2))
     record = {
         "model": model.model_dump(mode="json"),
@@ -163,19 +173,25 @@ def register(
     frame = raw_frame(probe, columns)
     hashes = folder.parent / HASHES
     write_json(hashes, hash_files(folder))
-    with mlflow.start_run(run_id=run_id), warnings.catch_warnings():
+    with mlflow.start_run(run_id=run_id), warnings.catch_warnings(), ScratchFolder("dlrm-model-") as texts:
         warnings.simplefilter("ignore")  # about type hints and integer columns, which the signature covers
-        info = mlflow.pyfunc.log_model(
+        small = Path(texts, "model")
+        shutil.copytree(folder, small, ignore=shutil.ignore_patterns(WEIGHTS))
+        info = Model.log(
+            None,
+            _Flavor(folder / WEIGHTS),
             name="model",
             python_model=str(root / "pipeline" / "registration" / "scorer.py"),
-            artifacts={"model": str(folder), "hashes": str(hashes)},
+            artifacts={"model": str(small), "hashes": str(hashes)},
             code_paths=[str(root / package) for package in ("pipeline", "models", "storage")],
             signature=signature_of(columns | needed),
             metadata={"columns": columns, "defaults": record["defaults"]},
             input_example=frame.head(3),
+            validate_serving_input=False,  # the copy in the registry is, below
             pip_requirements=_requirements([*REQUIREMENTS, *(["duckdb"] if needed else [])]),
             model_config=no_logs,  # MLflow takes no other names when the model is loaded
         )
+        _add_weights(tracker, info.model_id, folder / WEIGHTS)
         # Explicitly without logs: a variable may name some for each model that is loaded.
         loaded = mlflow.pyfunc.load_model(info.model_uri, model_config=no_logs)
         actual = loaded.predict(frame)["probability"].to_numpy()
@@ -187,6 +203,30 @@ def register(
             raise
     version = tracker.client.create_model_version(name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id)
     return ModelVersion(name=name, version=int(version.version), alias=None)
+
+
+class _Flavor:
+    """MLflow's pyfunc without its weights, which MLflow would copy twice on their way to the registry."""
+
+    __name__ = "mlflow.pyfunc"
+
+    def __init__(self, weights: Path) -> None:
+        self.weights = weights
+
+    def save_model(self, path: str, mlflow_model: Model, validate_serving_input: bool, **parts: Any) -> None:
+        """Writes all other files. Named and called by `Model.log`."""
+        mlflow.pyfunc.save_model(path, mlflow_model=mlflow_model, **parts)
+        mlflow_model.model_size_bytes = (mlflow_model.model_size_bytes or 0) + self.weights.stat().st_size
+        mlflow_model.save(str(Path(path, "MLmodel")))
+
+
+def _add_weights(tracker: Tracker, model_id: str, weights: Path) -> None:
+    """Adds the weights to a logged model: as a link where the registry is on the same filesystem."""
+    place = local_path(tracker.client.get_logged_model(model_id).artifact_location)
+    if place is None:
+        tracker.client.log_model_artifact(model_id, str(weights), PACKED)
+    else:
+        link_or_copy(weights, place / PACKED / WEIGHTS)
 
 
 def check_probabilities(

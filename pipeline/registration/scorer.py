@@ -42,10 +42,11 @@ def plan_of(folder: Path) -> Plan:
 class LoadedModel:
     """A trained model with its plan, ready to score on CPU. int8 tables stay int8 in memory.
 
+    The tables are pages of the file, which processes share and the system may drop, so they may be larger than the
+    memory. Nobody may change the file. Deleting it is fine.
+
     Args:
         folder: Has weights.safetensors, plan.json and model.json.
-        mapped: Maps the tables' pages of the file, which processes share, in place of a copy. Nobody may change the
-            file then. Deleting it is fine.
         weights: Replaces the file of the weights, and is used as it is.
         logs: Files of event logs, as in `EventColumns`. Rows then have no histories and windows of these.
     Raises:
@@ -55,11 +56,9 @@ class LoadedModel:
     def __init__(
         self,
         folder: Path,
-        mapped: bool = False,
         weights: Mapping[str, torch.Tensor] | None = None,
         logs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        mapped = mapped or weights is not None
         record = json.loads((folder / MODEL).read_text(encoding="utf-8"))
         self.columns: dict[str, str] = record["columns"]
         self.defaults: dict[str, Any] = record["defaults"]
@@ -68,13 +67,13 @@ class LoadedModel:
         features = self.plan.sparse
         config, quantised = DLRMConfig.model_validate(record["model"]), record["weights"] == "int8"
         self.width = config.embedding_width
-        self.model = DLRM(config, len(self.plan.dense), features, device="meta" if quantised or mapped else "cpu")
+        self.model = DLRM(config, len(self.plan.dense), features, device="meta")
         if quantised:
             self.model.embeddings = QuantisedBags(tables_of(config, features))
         weights = load_file(folder / WEIGHTS) if weights is None else weights
-        if mapped:  # the layers are small, and their kernels are faster with aligned numbers
-            weights = {name: value if name.startswith(TABLES) else value.clone() for name, value in weights.items()}
-        self.model.load_state_dict(weights, assign=mapped)
+        # The layers are small, and their kernels are faster with aligned numbers.
+        weights = {name: value if name.startswith(TABLES) else value.clone() for name, value in weights.items()}
+        self.model.load_state_dict(weights, assign=True)
         self.model.eval()
 
     def score(self, rows: pa.Table) -> npt.NDArray[np.float64]:

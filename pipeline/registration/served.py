@@ -99,9 +99,9 @@ class ServedModel:
 
 
 def open_served(folder: Path, keep: Mapping[str, str] = MappingProxyType({})) -> ServedModel:
-    """Loads a packed model to serve it. Nobody may change its files.
+    """Loads a packed model to serve it.
 
     Args:
         keep: As in `ServedModel`.
     """
-    return ServedModel(LoadedModel(folder, mapped=True), keep)
+    return ServedModel(LoadedModel(folder), keep)

@@ -1,10 +1,13 @@
 """Versions in the registry: found by what they were made from, checked against their hashes, fetched."""
 
-import hashlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import mlflow
 from mlflow.exceptions import MlflowException
@@ -12,6 +15,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
 from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable
+from storage.artifacts import link_or_copy, sha256
 from storage.scratch import ScratchFolder
 
 MODEL, PLAN, WEIGHTS = "model.json", "plan.json", "weights.safetensors"
@@ -26,8 +30,14 @@ EXAMPLE = "serving_input_example.json"
 """File of a version: a body for /invocations, made of rows of the training."""
 FILES = "files_sha256"
 """Tag of a version: names and hashes of the packed files as JSON, to detect later damage."""
+SIZE = "size_bytes"
+"""Tag of a version: bytes of its weights."""
 HASHES = "hashes.json"
 """File with the same, which the served model finds beside its files."""
+SETTLED_SECONDS = 2.0
+"""Age from which the time of a file tells that nobody has written it since."""
+_hashed: dict[tuple[int, int, int, int], str] = {}
+"""Device, inode, size and time of a file -> its sha256."""
 
 
 class ModelVersion(BaseModel, frozen=True):
@@ -46,27 +56,61 @@ def find_registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | 
 
 
 def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
-    """Downloads the packed model of a version from the registry into a folder.
-
-    The 300 files of code that MLflow's own server needs stay where they are.
+    """Fetches the packed model of a version from the registry into a folder, and checks it.
 
     Raises:
         RegistryError: If its files differ from the registered ones.
     """
-    where = f"model '{name}', version {version}"
-    hashes = _read_hashes(tracker.client.get_model_version(name, str(version)).tags.get(FILES), where)
+    packed, check = fetch_packed(tracker, name, version, folder)
+    check()
+    return packed
+
+
+def fetch_packed(tracker: Tracker, name: str, version: int, folder: Path) -> tuple[Path, Callable[[], None]]:
+    """Fetches as `download_packed`, but leaves a check to the caller that reads the weights, however many they are.
+
+    The 300 files of code that MLflow's own server needs stay where they are.
+    """
+    where, packed, hashes = _registered(tracker, name, version, folder / PACKED)
     download_part(tracker, name, version, PACKED, folder)
-    check_files(where, folder / PACKED, hashes)
-    return folder / PACKED
+    check_files(where, packed, {file: digest for file, digest in hashes.items() if file != WEIGHTS})
+    return packed, partial(check_files, where, packed, hashes)
 
 
 def download_part(tracker: Tracker, name: str, version: int, path: str, folder: Path) -> None:
-    """Downloads a file or folder of a version to the same path in `folder`, if the version has it."""
+    """Fetches a file or folder of a version to the same path in `folder`, if the version has it.
+
+    Files of a registry on this filesystem are linked.
+    """
+    if (place := local_path(tracker.client.get_model_version_download_uri(name, str(version)))) is not None:
+        found = [place / path, *(place / path).rglob("*")]
+        for source in found:
+            if source.is_file():
+                link_or_copy(source, folder / source.relative_to(place))
+        return
     uri = f"models:/{name}/{version}"
     parent = f"{uri}/{path}".rpartition("/")[0]
     present = mlflow.artifacts.list_artifacts(parent, tracking_uri=tracker.uri)
     if path in {one.path for one in present}:
         mlflow.artifacts.download_artifacts(f"{uri}/{path}", dst_path=str(folder), tracking_uri=tracker.uri)
+
+
+def local_path(address: str) -> Path | None:
+    """Returns the folder that an address of the registry names on this machine. None: it is elsewhere.
+
+    Example:
+        >>> local_path("file:///"), local_path("file:///no%20such"), local_path("s3://bucket/models")
+        (PosixPath('/'), None, None)
+    """
+    parts = urlsplit(address)
+    path = Path(unquote(parts.path) if parts.scheme else address)
+    return path if parts.scheme in ("", "file") and path.is_dir() else None
+
+
+def _registered(tracker: Tracker, name: str, version: int, folder: Path) -> tuple[str, Path, dict[str, str]]:
+    """Returns the arguments of `check_files` for a version whose files are in `folder`."""
+    where = f"model '{name}', version {version}"
+    return where, folder, _read_hashes(tracker.client.get_model_version(name, str(version)).tags.get(FILES), where)
 
 
 def _read_hashes(tag: str | None, where: str) -> dict[str, str]:
@@ -85,32 +129,61 @@ def check_files(where: str, folder: Path, hashes: Mapping[str, str]) -> None:
         RegistryError: If a file has changed or is missing. Names it.
     """
     for name, digest in hashes.items():
-        if not (folder / name).is_file() or _hash_file(folder / name) != digest:
+        if not (folder / name).is_file() or _hash(folder / name) != digest:
             remedy = "Restore them from a copy, or promote another version."
             raise RegistryError(where, "the files that were registered", f"another {name}", remedy)
 
 
 def hash_files(folder: Path) -> dict[str, str]:
     """Returns name -> sha256 of the files that `pack` wrote."""
-    return {name: _hash_file(folder / name) for name in (MODEL, PLAN, WEIGHTS)}
+    return {name: _hash(folder / name) for name in (MODEL, PLAN, WEIGHTS)}
 
 
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _hash(path: Path) -> str:
+    """Returns the sha256 of a file, which is read once by this process under all its names.
+
+    One that was written just now is read again: its time would not tell another write.
+    """
+    found = path.stat()
+    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    if stamp not in _hashed:
+        digest = sha256(path)
+        if time.time() - found.st_mtime < SETTLED_SECONDS:
+            return digest
+        _hashed[stamp] = digest
+    return _hashed[stamp]
 
 
 def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
-    """Says whether a version and the result of its run can be fetched as they were registered."""
+    """Says whether a version and the result of its run can be fetched as they were registered.
+
+    Weights on this machine with the size and a time of the registration are not read. Who loads them reads them.
+    """
     with ScratchFolder("dlrm-model-") as temporary:
         try:
             tracker.load_result(run_id)
-            download_packed(tracker, name, version, Path(temporary))
+            place = local_path(tracker.client.get_model_version_download_uri(name, str(version)))
+            if place is not None:  # nothing is copied, whatever filesystem has temporary files
+                where, packed, hashes = _registered(tracker, name, version, place / PACKED)
+                known = tracker.client.get_model_version(name, str(version))
+                check_files(where, packed, {file: hashes[file] for file in hashes if not _is_old(packed / file, known)})
+            else:
+                download_packed(tracker, name, version, Path(temporary))
         except (MlflowException, RegistryError, OSError, ValueError) as error:  # ValueError: invalid JSON
             if is_unreachable(error) or is_disk_error(error):
                 raise
             return False
     return True
+
+
+def _is_old(path: Path, version: Any) -> bool:
+    """Whether a file of weights has the registered size, and was written before the version."""
+    found = path.stat() if path.name == WEIGHTS and path.is_file() else None
+    return (
+        found is not None
+        and f"{found.st_size}" == version.tags.get(SIZE)
+        and found.st_mtime * 1e3 < version.creation_timestamp
+    )
 
 
 def find_versions(tracker: Tracker, name: str, identity: str) -> list[tuple[int, str]]:

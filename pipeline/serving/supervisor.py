@@ -39,7 +39,7 @@ log = logging.getLogger("dlrm")
 
 @dataclass(frozen=True)
 class FetchedVersion:
-    """A version whose checked files lie in a folder of ours."""
+    """A version whose files lie in a folder of ours."""
 
     number: int
     """Counts fetched versions: one that comes back has another number."""
@@ -111,6 +111,7 @@ class Supervisor:
         """Why another version should be served, as far as is known. None: the present one is right."""
         self._told: str | None = None
         self._next: FetchedVersion | None = None
+        self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -125,12 +126,18 @@ class Supervisor:
             self.remove(previous)
         self._wake.send(b"x")
 
+    def fail(self, version: FetchedVersion, error: Exception) -> None:
+        """Ends the server with an error if it still answers with this version, from any thread."""
+        if self.current is version:
+            self._failure = error
+            self._wake.send(b"x")
+
     def run(self) -> None:
         """Runs until an exception, such as KeyboardInterrupt, ends it. Then no process is left.
 
         Raises:
             ConfigError: If processes die before they answer.
-            RegistryError: If the first version cannot be loaded.
+            RegistryError: If the first version cannot be loaded, or what `fail` got.
         """
         try:
             for _ in range(self.count):
@@ -141,6 +148,8 @@ class Supervisor:
                         self._woken.recv(4096)
                     else:
                         self._receive(key.data)
+                if self._failure is not None:
+                    raise self._failure
                 self._replace_dead()
                 self._end_waits()
                 self._begin_change()

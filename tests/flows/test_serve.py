@@ -106,6 +106,21 @@ def server(copied, tmp_path) -> Iterator[Server]:
         process.wait(30)
 
 
+def test_damaged_weights_end_the_server(copied):
+    """They are compared while it answers already: a large model is not waited for."""
+    for weights in copied.glob("mlflow/artifacts/**/weights.safetensors"):
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    words = [sys.executable, "-m", "flows.serve", "smoke", "port=0"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 1
+    assert (
+        "error: model 'smoke', version 1: expected the files that were registered, got another weights.safetensors."
+        in ended.stderr
+    )
+
+
 def example(home: Path) -> dict[str, Any]:
     """The body that the registered version was saved with."""
     tracker = open_smoke().tracking

@@ -1,13 +1,18 @@
 """Quantised tables, compared with the same arithmetic in NumPy, row by row."""
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from models import quantised
 from models.config import DLRMConfig, SparseFeature
 from models.dlrm import tables_of
-from models.quantised import TABLES, QuantisedBags, quantise_tables
+from models.quantised import TABLES, QuantisedBags, write_quantised
 
 BAGS = (
     SparseFeature("a", "shared", 40, "sum"),
@@ -38,9 +43,16 @@ def by_row(row: np.ndarray) -> np.ndarray:
     return row if step == 0 else low + np.rint((row - low) / step) * step
 
 
+def rounded() -> dict[str, torch.Tensor]:
+    """The weights as they are in the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_quantised(weights(), Path(folder, "weights"))
+        return load_file(Path(folder, "weights"))
+
+
 def loaded() -> QuantisedBags:
     bags = QuantisedBags(tables_of(DLRMConfig(embedding_width=WIDTH), (*BAGS, KEPT)))
-    tables = {name: value for name, value in quantise_tables(weights()).items() if name.startswith(TABLES)}
+    tables = {name: value for name, value in rounded().items() if name.startswith(TABLES)}
     bags.load_state_dict({name.removeprefix("embeddings."): value for name, value in tables.items()})
     return bags
 
@@ -91,7 +103,15 @@ def test_no_ids_and_no_rows():
 
 
 def test_only_the_tables_change():
-    before, after = weights(), quantise_tables(weights())
+    before, after = weights(), rounded()
     assert before.keys() == after.keys()
     assert torch.equal(after["top.0.weight"], before["top.0.weight"])
     assert {value.dtype for name, value in after.items() if name.startswith(TABLES)} == {torch.uint8}
+
+
+def test_tables_are_rounded_a_part_at_a_time(monkeypatch):
+    whole = rounded()
+    monkeypatch.setattr(quantised, "PART_ROWS", 7)
+    parts = rounded()
+    assert list(parts) == list(whole)
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)

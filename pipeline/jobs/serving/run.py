@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from mlflow.exceptions import MlflowException
@@ -17,7 +18,7 @@ from pipeline.processes.process import limit_threads
 from pipeline.registration.aliases import choose_version, find_holder, list_versions, no_champion
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
-from pipeline.registration.versions import EXAMPLE, download_packed, download_part
+from pipeline.registration.versions import EXAMPLE, download_part, fetch_packed
 from pipeline.serving.config import ServedVersion, ServingConfig
 from pipeline.serving.supervisor import FetchedVersion, Supervisor
 from storage.scratch import ScratchFolder
@@ -76,17 +77,17 @@ class RegistryFollower:
             raise RegistryError(where, "a version", "none", f"Versions are {known}: version=N serves one.")
         return choose_version(self.tracker, self.name, number)
 
-    def fetch(self, version: int) -> FetchedVersion:
-        """Downloads a version and compares its files with the registered hashes.
+    def fetch(self, version: int) -> tuple[FetchedVersion, Callable[[], None]]:
+        """Fetches a version. Returns what compares its files with the registered hashes, too.
 
         Raises:
-            RegistryError: If they differ.
+            RegistryError: If it has none.
         """
         self.number += 1
         folder = self.folder / f"version-{version}-{self.number}"
         folder.mkdir()
         try:
-            download_packed(self.tracker, self.name, version, folder)
+            _, check = fetch_packed(self.tracker, self.name, version, folder)
             download_part(self.tracker, self.name, version, EXAMPLE, folder)
             found = self.tracker.client.get_model_version(self.name, str(version))
         except BaseException:
@@ -95,7 +96,7 @@ class RegistryFollower:
         served = ServedVersion(
             model=self.name, version=version, run_id=str(found.run_id), snapshot=found.tags.get("snapshot_id")
         )
-        return FetchedVersion(self.number, served, folder)
+        return FetchedVersion(self.number, served, folder), check
 
     def remove(self, version: FetchedVersion) -> None:
         """Deletes the files of a version. Processes that map them keep them until they are done."""
@@ -165,7 +166,12 @@ class RegistryFollower:
             return
         self.again = time.monotonic() + RETRY_SECONDS
         try:
-            fetched = self.fetch(number)
+            fetched, check = self.fetch(number)
+            try:
+                check()
+            except BaseException:
+                self.remove(fetched)
+                raise
         except (ContractError, MlflowException, OSError, ValueError) as error:
             self.failed = identity
             supervisor.report_failure(str(number), one_line(error))
@@ -204,7 +210,7 @@ def _serve(name: str, config: ServingConfig, tracker: Tracker, folder: Path, lis
     follower = RegistryFollower(config, tracker, name, folder)
     with reporting_unreachable("Start it, or name another: MLFLOW_TRACKING_URI."):
         number, follower.served = follower.find()
-        first = follower.fetch(number)
+        first, check = follower.fetch(number)
         follower.offered = first.number
 
     def announce() -> None:
@@ -217,6 +223,8 @@ def _serve(name: str, config: ServingConfig, tracker: Tracker, folder: Path, lis
         command, os.environ | limit_threads(config.threads), config.processes, listener, first,
         ServerMetrics(folder / "metrics"), announce, follower.remove,
     )  # fmt: skip
+    # All other versions are checked before they answer. This would let a large model wait for seconds or minutes.
+    threading.Thread(target=_check_first, args=(supervisor, first, check), name="check", daemon=True).start()
     stopped = threading.Event()
     if config.version is None:
         threading.Thread(target=follower.follow, args=(supervisor, stopped), name="follow", daemon=True).start()
@@ -224,6 +232,14 @@ def _serve(name: str, config: ServingConfig, tracker: Tracker, folder: Path, lis
         supervisor.run()
     finally:
         stopped.set()
+
+
+def _check_first(supervisor: Supervisor, first: FetchedVersion, check: Callable[[], None]) -> None:
+    """Ends the server if the version that it answers with is not the registered one."""
+    try:
+        check()
+    except (ContractError, OSError) as error:
+        supervisor.fail(first, error)
 
 
 def listen(config: ServingConfig) -> socket.socket:

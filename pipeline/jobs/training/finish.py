@@ -51,6 +51,7 @@ from pipeline.registration.tracking import CONFIG, FEATURES, RESULT, SHARDING_PL
 from pipeline.registration.versions import (
     FILES,
     IDENTITY,
+    SIZE,
     WEIGHTS,
     ModelVersion,
     download_packed,
@@ -164,7 +165,7 @@ def register(
         "weights_sha256": trained.summary["weights_sha256"],
         FILES: json.dumps(hash_files(folder)),
         "weights": config.registration.weights,
-        "size_bytes": str((folder / WEIGHTS).stat().st_size),
+        SIZE: str((folder / WEIGHTS).stat().st_size),
         "record": f"runs:/{run_id}/{RECORD}",
         "run_folder": Path(job.folder).name,
         "trained_to": f"{job.trained_to}",

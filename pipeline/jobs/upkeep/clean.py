@@ -25,7 +25,7 @@ from pipeline.registration.retention import (
     remove_version,
     retired_versions,
 )
-from pipeline.registration.versions import IDENTITY
+from pipeline.registration.versions import IDENTITY, SIZE
 from storage.artifacts import read_line, remove
 from storage.snapshot.maintenance import drop_tags, expire, find_expired, list_tags, table_locations, vacuum
 
@@ -127,7 +127,7 @@ def remove_versions(workspace: Workspace, dry_run: bool) -> Removed:
         others = [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in gone]
         for version in retired:
             remove_version(workspace.tracking, version, others)
-    sizes = sum(int(version.tags.get("size_bytes", 0)) for version in retired)
+    sizes = sum(int(version.tags.get(SIZE, 0)) for version in retired)
     return _summarize("versions", [f"{one.name} {one.version}" for one in retired], sizes)
 
 

@@ -141,6 +141,20 @@ def test_a_version_that_cannot_be_loaded_is_not_served(running, caplog):
     until(lambda: b"dlrm_stale 0.0" in running.metrics.text())
 
 
+def test_what_is_found_wrong_with_the_served_version_ends_the_server(running):
+    first, second = running.supervisor.current, running.version(2)
+    running.supervisor.offer(second)
+    until(lambda: running.serving() == ["2", "2"])
+    running.supervisor.fail(first, ContractError("version 1", "its files", "others", "Restore them."))
+    time.sleep(0.5)  # longer than a look: a version that no longer answers ends nothing
+    assert running.thread.is_alive()
+    processes = [server.process for server in running.supervisor.processes]
+    running.supervisor.fail(second, ContractError("version 2", "its files", "others", "Restore them."))
+    running.thread.join(30)
+    assert str(running.error) == "version 2: expected its files, got others. Restore them."
+    assert all(process.poll() is not None for process in processes)
+
+
 def test_a_dead_process_is_replaced_by_one_of_the_present_version(running):
     running.supervisor.offer(running.version(2))
     until(lambda: running.serving() == ["2", "2"])

@@ -24,6 +24,7 @@ class Registry:
         self.version: int | None = 1
         self.error: Exception | None = None
         self.hangs: threading.Event | None = None
+        self.damaged: set[int] = set()
 
 
 class Follower(RegistryFollower):
@@ -42,14 +43,19 @@ class Follower(RegistryFollower):
             raise RegistryError("alias 'champion' of model 'm'", "a version", "none", "Set it.")
         return self.registry.version, f"files of {self.registry.version}"
 
-    def fetch(self, version: int) -> FetchedVersion:
+    def fetch(self, version: int) -> tuple[FetchedVersion, Callable[[], None]]:
         self.number += 1
         number, hangs = self.number, self.registry.hangs
         if hangs is not None:
             hangs.wait(60)
         folder = self.folder / f"{number}"
         folder.mkdir()
-        return FetchedVersion(number, ServedVersion(model="m", version=version, run_id="r", snapshot=None), folder)
+        served = ServedVersion(model="m", version=version, run_id="r", snapshot=None)
+        return FetchedVersion(number, served, folder), lambda: self.check(version)
+
+    def check(self, version: int) -> None:
+        if version in self.registry.damaged:
+            raise RegistryError("model 'm'", "the files that were registered", "another weights.safetensors", "Restore.")
 
 
 class Served:
@@ -122,6 +128,16 @@ def test_a_version_that_is_not_yet_served_is_stale(following: SimpleNamespace) -
     following.registry.version = 2
     until(lambda: following.served.stale == "version 2 is being loaded")
     following.served.waits = False
+    following.registry.version = 3
+    until(lambda: following.served.current.version.version == 3 and following.served.stale is None)
+
+
+def test_a_damaged_version_is_never_offered_and_its_files_go(following: SimpleNamespace) -> None:
+    following.registry.damaged.add(2)
+    following.registry.version = 2
+    until(lambda: following.served.stale == "version 2 cannot be served")
+    assert following.served.current.version.version == 1
+    assert not (following.follower.folder / "2").exists()
     following.registry.version = 3
     until(lambda: following.served.current.version.version == 3 and following.served.stale is None)
 
