@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.fs as fs
 from pyiceberg.catalog import Catalog
 from pyiceberg.conversions import from_bytes
 from pyiceberg.exceptions import NoSuchTableError
 from pyiceberg.expressions import BooleanExpression
 from pyiceberg.io import FileIO
+from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.manifest import DataFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
@@ -24,7 +26,16 @@ from storage.layout.spec import Layout
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.catalog import open_catalog
 from storage.snapshot.days import hash_paths, identities, last_identities, notes, row_hashes_by_files
-from storage.snapshot.files import DayFile, data_files, refuse_format, rule_of, schema_at, snapshot_at
+from storage.snapshot.files import (
+    DATA,
+    DayFile,
+    data_files,
+    filesystem_of,
+    refuse_format,
+    rule_of,
+    schema_at,
+    snapshot_at,
+)
 from storage.snapshot.foreign import ForeignTable, ForeignTables, alias_of, newest_snapshot, remedy_of
 from storage.snapshot.maps import add_keys
 from storage.snapshot.row_exclusions import ReadCache, RowExclusions
@@ -32,6 +43,10 @@ from storage.writer import TIMES
 
 FILES_AT_A_TIME = 16
 """File sizes requested concurrently. On an object store each takes a round trip."""
+MOST_ASKED = 1_000
+"""Sizes of more files come from a list of their folder, where a store gives a thousand an answer."""
+FILE_BYTES = 400
+"""Bytes in memory of a file's name and size, about."""
 
 
 class DayStates(NamedTuple):
@@ -43,6 +58,23 @@ class DayStates(NamedTuple):
     """Day -> identity of our last write, for days that another engine has changed since."""
     whole: Collection[datetime.date]
     """Days of the newest snapshot that have all their files in full, from any writer."""
+
+
+class StoredDay(NamedTuple):
+    """What is asked of a day's files again and again."""
+
+    rows: int
+    name: str
+    """Hash of all that decides its rows: equal hashes mean equal rows at equal positions."""
+    paths: str
+    """Hash of the names of its files alone."""
+    sizes: Mapping[str, int]
+    """Name of a file -> its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated bytes in memory."""
+        return FILE_BYTES * len(self.sizes)
 
 
 class Warehouse:
@@ -157,8 +189,8 @@ class Warehouse:
         table = self.table(name)
         if table.current_snapshot() is None:
             return {}
-        files = self._files(reference_of(table))  # deleted rows do not change what a day was made of
-        return notes(table, {day: hash_paths([one.file.file_path for one in files[day]]) for day in files})
+        days = self._days(reference_of(table))  # deleted rows do not change what a day was made of
+        return notes(table, {day: one.paths for day, one in days.items()})
 
     def set_properties(self, name: str, values: Mapping[str, str]) -> None:
         """Sets properties of a table in one commit."""
@@ -170,10 +202,12 @@ class Warehouse:
         table = self.table(name) if self.has_table(name) else None
         if table is None or table.current_snapshot() is None:
             return {}
-        files = self._files(reference_of(table))
+        days = self._days(reference_of(table))
+        many = sum(len(one.sizes) for one in days.values()) > MOST_ASKED
+        sizes = _list_sizes(table) if many and isinstance(table.io, PyArrowFileIO) else {}
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-            whole = zip(files, pool.map(partial(_are_whole, table.io), files.values()), strict=True)
-            return {day: _name_of(files[day]) for day, found in whole if found}
+            whole = zip(days.items(), pool.map(partial(_are_whole, table.io, sizes), days.values()), strict=True)
+            return {day: one.name for (day, one), found in whole if found}
 
     def tag(self, reference: SnapshotRef, tag: str) -> None:
         """Tags a snapshot, which keeps it from expiring. Tagging it again changes nothing.
@@ -217,11 +251,7 @@ class Warehouse:
         It reads metadata, and the lists of deleted rows where another engine has deleted some. A damaged list deletes
         nothing here, so that it blocks no other day. Reading its day raises.
         """
-        left_out = self.left_out(reference)
-        return {
-            day: sum(left_out.estimate_left(one.rows, one.file.record_count) for one in files)
-            for day, files in self._files(reference).items()
-        }
+        return {day: one.rows for day, one in self._days(reference).items()}
 
     def count_rows(self, reference: SnapshotRef, days: Iterable[datetime.date]) -> int:
         """Counts the rows of some days, as `day_rows`.
@@ -229,8 +259,8 @@ class Warehouse:
         Raises:
             StorageError: If they cannot be read, because a file has another format.
         """
-        left_out, files = self.left_out(reference), self._files(reference)
-        found = [one for day in days for one in files[day]]
+        left_out = self.left_out(reference)
+        found = list(data_files(left_out.table, reference, frozenset(days), cache=self.cache))
         for one in found:
             refuse_format(left_out.table, one.file)
         return sum(left_out.count_left(one.rows, one.file.record_count) for one in found)
@@ -271,7 +301,7 @@ class Warehouse:
 
     def day_names(self, reference: SnapshotRef) -> dict[datetime.date, str]:
         """Returns day -> a hash of the names of its files. Equal hashes mean equal rows at equal positions."""
-        return {day: _name_of(files) for day, files in self._files(reference).items()}
+        return {day: one.name for day, one in self._days(reference).items()}
 
     def day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
         """Returns the data files of each day at the snapshot, in order of the days.
@@ -283,6 +313,31 @@ class Warehouse:
         for one in (one for files in found.values() for one in files):
             refuse_mixed(one)
         return {day: [one.file for one in files] for day, files in found.items()}
+
+    def _days(self, reference: SnapshotRef) -> Mapping[datetime.date, StoredDay]:
+        """Returns the days of a snapshot that have a row left, in order.
+
+        They are remembered also where the list of all files would take too much memory, so that a command lists them
+        once. If another engine has marked rows as deleted, they are counted each time.
+        """
+        table = self.table(reference.table)
+        key = ("days", table.metadata.table_uuid, reference.snapshot_id, rule_of(table, reference).signature)
+        found: dict[datetime.date, StoredDay] | None = self.cache.find(key)
+        if found is not None:
+            return found
+        left_out, files = self.left_out(reference), self._files(reference)
+        found = {
+            day: StoredDay(
+                rows=sum(left_out.estimate_left(one.rows, one.file.record_count) for one in several),
+                name=_name_of(several),
+                paths=hash_paths([one.file.file_path for one in several]),
+                sizes={one.file.file_path: one.file.file_size_in_bytes for one in several},
+            )
+            for day, several in files.items()
+        }
+        if not any(one.rows.deletes or one.rows.values for several in files.values() for one in several):
+            self.cache.get(key, lambda: found)
+        return found
 
     def _files(self, reference: SnapshotRef) -> dict[datetime.date, list[DayFile]]:
         """Returns the data files of each day that has a row left."""
@@ -349,9 +404,22 @@ def refuse_mixed(found: DayFile) -> None:
         )  # fmt: skip
 
 
-def _are_whole(io: FileIO, files: Sequence[DayFile]) -> bool:
-    """Tells whether files have the sizes they were written with, without reading them."""
+def _are_whole(io: FileIO, sizes: Mapping[str, int], day: StoredDay) -> bool:
+    """Tells whether files have the sizes they were written with, without reading them.
+
+    Args:
+        sizes: Name -> bytes of files that were listed. Others are asked for.
+    """
     try:
-        return all(len(io.new_input(found.file.file_path)) == found.file.file_size_in_bytes for found in files)
+        return all((sizes.get(path) or len(io.new_input(path))) == size for path, size in day.sizes.items())
     except FileNotFoundError:
         return False
+
+
+def _list_sizes(table: Table) -> dict[str, int]:
+    """Returns name -> bytes of the files in the table's folder of data, as its manifests name them."""
+    location = f"{table.location().rstrip('/')}/{DATA}"
+    system, root = filesystem_of(table)
+    selector = fs.FileSelector(f"{root}/{DATA}", allow_not_found=True, recursive=True)
+    files = (one for one in system.get_file_info(selector) if one.type == fs.FileType.File)
+    return {f"{location}{one.path.removeprefix(f'{root}/{DATA}')}": one.size for one in files}

@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow.fs as fs
 from pydantic import BaseModel
 from pyiceberg.expressions import AlwaysTrue, And, BooleanExpression
 from pyiceberg.expressions.visitors import bind, extract_field_ids
+from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.manifest import DataFile, DataFileContent, FileFormat, ManifestContent, ManifestEntry
 from pyiceberg.partitioning import PartitionSpec
 from pyiceberg.schema import Schema
@@ -29,6 +31,8 @@ MOST_KEPT_BYTES = 1 << 26
 """Bytes of the longest list of a snapshot's files that is remembered. A snapshot never changes."""
 FILE_BYTES, METRIC_BYTES = 4_000, 100
 """Bytes that a file and each of its columns' metrics take in such a list, about."""
+DATA = "data"
+"""Folder of a table's data files."""
 METRICS = ("column_sizes", "value_counts", "null_value_counts", "nan_value_counts", "lower_bounds", "upper_bounds")
 FILES_AT_A_TIME = 8
 """Files of which days or footers are read concurrently. On an object store each takes a round trip or two."""
@@ -172,6 +176,17 @@ def _find_files(
                 yield DayFile(rows, one.file, frozenset(same - ({rule.id} if rule.stored else set())))
 
 
+def filesystem_of(table: Table) -> tuple[fs.FileSystem, str]:
+    """Returns the filesystem of the table and the path of its location there."""
+    if not isinstance(table.io, PyArrowFileIO):
+        raise StorageError(
+            f"files of table '{table.name()[-1]}'", "pyiceberg's PyArrowFileIO", type(table.io).__name__,
+            "Set the catalog's `py-io-impl` to pyiceberg.io.pyarrow.PyArrowFileIO.",
+        )  # fmt: skip
+    scheme, host, path = PyArrowFileIO.parse_location(table.location(), table.io.properties)
+    return table.io.fs_by_scheme(scheme, host), path.rstrip("/")
+
+
 def refuse_format(table: Table, file: DataFile) -> None:
     """Refuses a file that our readers would read wrongly.
 
@@ -252,6 +267,8 @@ class _DeletesByValue:
         self._found[(file.spec_id, file.partition) if apart else None].append((entry.sequence_number or 0, listed))
 
     def of(self, entry: ManifestEntry) -> tuple[DeletedValues, ...]:
+        if not self._found:
+            return ()
         file, age = entry.data_file, entry.sequence_number or 0
         found = [*self._found.get(None, ()), *self._found.get((file.spec_id, file.partition), ())]
         return tuple(one for number, one in found if number > age)

@@ -30,7 +30,7 @@ from pyiceberg.table.update import (
 
 from storage.errors import ConflictError, StorageError
 from storage.snapshot.days import to_properties
-from storage.snapshot.files import SnapshotRef
+from storage.snapshot.files import DATA, SnapshotRef, filesystem_of
 from storage.warehouse import Warehouse
 
 MAIN = "main"
@@ -274,22 +274,11 @@ def _referenced_paths(table: Table, without: Collection[int]) -> Collection[str]
     return {PyArrowFileIO.parse_location(path)[2] for path in paths | seen}
 
 
-def _filesystem(table: Table) -> tuple[fs.FileSystem, str]:
-    """Returns the filesystem of the table and the path of its location there."""
-    if not isinstance(table.io, PyArrowFileIO):
-        raise StorageError(
-            f"files of table '{table.name()[-1]}'", "pyiceberg's PyArrowFileIO", type(table.io).__name__,
-            "Set the catalog's `py-io-impl` to pyiceberg.io.pyarrow.PyArrowFileIO.",
-        )  # fmt: skip
-    scheme, host, path = PyArrowFileIO.parse_location(table.location(), table.io.properties)
-    return table.io.fs_by_scheme(scheme, host), path.rstrip("/")
-
-
 def _list_files(table: Table) -> Iterator[fs.FileInfo]:
     """Lists data and metadata files below the table's location."""
-    system, root = _filesystem(table)
+    system, root = filesystem_of(table)
     real = Path(root).resolve() if isinstance(system, fs.LocalFileSystem) else None
-    for folder in ("data", "metadata"):
+    for folder in (DATA, "metadata"):
         for file in system.get_file_info(fs.FileSelector(f"{root}/{folder}", allow_not_found=True, recursive=True)):
             if file.type != fs.FileType.File:
                 continue
@@ -301,6 +290,6 @@ def _list_files(table: Table) -> Iterator[fs.FileInfo]:
 
 
 def _delete(table: Table, path: str) -> None:
-    system, root = _filesystem(table)
+    system, root = filesystem_of(table)
     assert path.startswith(f"{root}/")
     system.delete_file(path)

@@ -47,6 +47,11 @@ class ReadCache:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._kept
 
+    def find(self, key: Hashable) -> Any:
+        """Returns what is remembered of a key. None: nothing."""
+        known = self._kept.get(key)
+        return None if known is None else known[1]
+
     def get(self, key: Hashable, make: Callable[[], Any], most_bytes: int | None = None) -> Any:
         """Returns what was made for a key. Makes it if it is new or forgotten.
 

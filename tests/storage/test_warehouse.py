@@ -103,6 +103,24 @@ def test_written_days_hold_the_last_identity(warehouse: Warehouse) -> None:
     assert reopened.written_days("events") == {DAY1: "second", DAY2: "first"}
 
 
+@pytest.mark.parametrize("most_asked", [0, 1_000])
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(b"PAR1")], ids=["lost", "cut"])
+def test_a_day_without_all_of_its_bytes_is_not_written(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], object], most_asked: int
+) -> None:
+    """Whether sizes are asked for one by one or listed."""
+    monkeypatch.setattr("storage.warehouse.MOST_ASKED", most_asked)
+    write(warehouse, rows(DAY1, 3), rows(DAY2, 3), rows(DAY3, 3), identity="first")
+    asked, plain = list[str](), PyArrowFileIO.new_input
+    monkeypatch.setattr(PyArrowFileIO, "new_input", lambda io, path: asked.append(path) or plain(io, path))
+    assert warehouse.written_days("events") == dict.fromkeys([DAY1, DAY2, DAY3], "first")
+    assert any(path.endswith(".parquet") for path in asked) == bool(most_asked)
+    (path,) = (warehouse.home / "dlrm" / "events" / "data" / f"day={DAY2}").glob("*.parquet")
+    harm(path)
+    assert warehouse.written_days("events") == {DAY1: "first", DAY3: "first"}
+    assert warehouse.state_of_days("events").whole == {DAY1, DAY3}
+
+
 def test_a_day_that_another_engine_has_changed_is_not_as_written(warehouse: Warehouse) -> None:
     write(warehouse, rows(DAY1, 3), rows(DAY2, 3), rows(DAY3, 3), identity="first")
     table = warehouse.table("events")

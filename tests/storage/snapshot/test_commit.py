@@ -106,6 +106,19 @@ def test_the_files_of_a_snapshot_are_listed_once(
     assert [one.day for one in warehouse.reader(snapshot, ["id"], filtered).fragments()] == days[:1]
 
 
+def test_days_are_asked_for_again_without_another_list(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a table whose list of files is too long to be kept."""
+    for number in (0, 1, 2):
+        write(warehouse, number)
+    monkeypatch.setattr("storage.snapshot.files.MOST_KEPT_BYTES", 1)
+    snapshot, fetched = warehouse.current("events"), count_fetched(monkeypatch)
+    first = warehouse.day_rows(snapshot)
+    known = len(fetched)
+    assert (known > 0, list(first.values())) == (True, [1, 1, 1])
+    assert list(warehouse.day_contents(snapshot)) == list(warehouse.written_days("events")) == list(first)
+    assert (warehouse.day_rows(snapshot), len(fetched)) == (first, known)
+
+
 def test_an_expired_snapshot_is_refused_though_its_files_are_known(warehouse: Warehouse) -> None:
     write(warehouse, 0)
     old = warehouse.current("events")

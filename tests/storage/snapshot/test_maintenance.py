@@ -419,7 +419,7 @@ def test_a_location_shared_by_two_tables_is_left_alone(warehouse: Warehouse, hom
 
 def test_another_file_io_is_refused(warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch) -> None:
     write(warehouse, rows(DAY1, 3))
-    monkeypatch.setattr("storage.snapshot.maintenance.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
+    monkeypatch.setattr("storage.snapshot.files.PyArrowFileIO", type("Other", (PyArrowFileIO,), {}))
     with pytest.raises(StorageError, match="expected pyiceberg's PyArrowFileIO, got DurableFileIO"):
         vacuum(warehouse, "events", NOW)
 
