@@ -2,23 +2,30 @@
 
 python -m benchmarks.warehouse [--columns 200 1000 3000] [--days 10 100] [--rows 2000] [--json]
 python -m benchmarks.warehouse --both 3000 1000 [--rows 20]
+python -m benchmarks.warehouse --files 150000
 """
 
 import argparse
 import datetime
 import json
+import resource
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pyiceberg.conversions import to_bytes
+from pyiceberg.manifest import DataFile, DataFileContent, FileFormat
+from pyiceberg.table import Table
+from pyiceberg.typedef import Record
+from pyiceberg.types import DateType
 
 from benchmarks.machine import describe_machine, machine, say
 from pipeline.data.measurement import measure_days
@@ -30,6 +37,8 @@ from storage.warehouse import Warehouse
 FIRST = datetime.date(2024, 1, 1)
 PACKAGES = ("pyarrow", "pyiceberg")
 TABLE = "measured"
+FILES_A_DAY = 191
+"""Of a day of 50 M rows."""
 DAYS_AT_ONCE = 20
 """Days in a commit that only fills the table."""
 SAMPLE_SECONDS = 0.002
@@ -41,10 +50,19 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[200, 1_000, 3_000])
     parser.add_argument("--days", type=int, nargs="+", default=[10, 100])
     parser.add_argument("--both", type=int, nargs=2, metavar=("COLUMNS", "DAYS"), help="only one table of this size")
+    parser.add_argument("--files", type=int, help="only one table of this many data files, made from metadata")
     parser.add_argument("--rows", type=int, default=2_000, help="rows of a day")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
+    if chosen.files:
+        figures = {
+            "files": chosen.files,
+            "seconds": of_files(chosen.files, chosen.rounds),
+            "machine": machine(PACKAGES),
+        }
+        print(json.dumps(figures) if chosen.json else as_files_table(figures))
+        return
     if chosen.both:
         columns, days = chosen.both
         size = at_size(columns, days, chosen.rows, chosen.rounds)
@@ -125,6 +143,67 @@ def at_size(columns: int, days: int, rows: int, rounds: int) -> dict[str, dict[s
             found[what] = {"seconds": seconds, "pyiceberg": share()}
             say(f"{what}: {found[what]}")
     return found
+
+
+def of_files(files: int, rounds: int) -> dict[str, float]:
+    """Times questions and commits in a table with many data files, `FILES_A_DAY` a day.
+
+    Returns:
+        What -> median seconds, and the peak of this process's memory in MiB.
+    """
+    with _warehouse() as warehouse:
+        write, days = _writer(warehouse, 20, 20), files // FILES_A_DAY
+        write(days)
+        for first in range(0, days, DAYS_AT_ONCE):
+            _add_entries(warehouse.writable(TABLE), range(first, min(first + DAYS_AT_ONCE, days)))
+        say(f"{days} days of {FILES_A_DAY} files")
+
+        def fresh() -> Warehouse:
+            return Warehouse(WarehouseConfig(), warehouse.home)
+
+        def ask(asked: Warehouse) -> None:
+            reference = asked.current(TABLE)
+            if len(asked.day_rows(reference)) != len(asked.day_contents(reference)) or asked.day_notes(TABLE):
+                raise RuntimeError("other days than were written")
+
+        found = {"open the table": _median(rounds, lambda _: fresh().current(TABLE))}
+        found["rows, contents and notes of all days"] = _median(rounds, lambda _: ask(fresh()))
+        asked = fresh()
+        ask(asked)
+        found["the same again"] = _median(rounds, lambda _: ask(asked))
+        reference = warehouse.current(TABLE)
+        found["rows of one day"] = _median(rounds, lambda i: fresh().count_rows(reference, [_day(i)]))
+        found["commit of a new day"] = _median(rounds, lambda i: write(days + 1 + i))
+    return found | {"peak, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+def _day(number: int) -> datetime.date:
+    return FIRST + datetime.timedelta(days=number)
+
+
+def _add_entries(table: Table, days: Iterable[int]) -> None:
+    """Commits entries of files that are not there, as a writer of ours would have written them."""
+    with table.transaction() as transaction, transaction.update_snapshot().fast_append() as commit:
+        for number in days:
+            value = (_day(number) - datetime.date(1970, 1, 1)).days
+            bound = {1: to_bytes(DateType(), value)}
+            for file in range(FILES_A_DAY):
+                commit.append_data_file(
+                    DataFile.from_args(
+                        content=DataFileContent.DATA,
+                        file_path=f"{table.location()}/data/day={_day(number)}/{file:05}-0-{number:036}.parquet",
+                        file_format=FileFormat.PARQUET,
+                        partition=Record(value),
+                        record_count=262_144,
+                        file_size_in_bytes=100_000_000,
+                        value_counts={1: 262_144},
+                        null_value_counts={1: 0},
+                        lower_bounds=bound,
+                        upper_bounds=bound,
+                        split_offsets=[4],
+                        spec_id=table.spec().spec_id,
+                    )
+                )
 
 
 @contextmanager
@@ -209,6 +288,14 @@ def as_size_table(figures: dict[str, Any]) -> str:
     rows = [f"| {what} | {one['seconds']:.3f} | {one['pyiceberg']:.0%} |" for what, one in figures["seconds"].items()]
     head = f"| {columns:,} columns, {days:,} days | seconds | in pyiceberg |"
     return "\n".join([head, "|---|---|---|", *rows, "", describe_machine(figures["machine"])])
+
+
+def as_files_table(figures: dict[str, Any]) -> str:
+    """Formats the figures of `of_files` as a Markdown table."""
+    rows = [f"| {what} | {value:,.2f} |" for what, value in figures["seconds"].items()]
+    return "\n".join(
+        [f"| {figures['files']:,} files | seconds |", "|---|---|", *rows, "", describe_machine(figures["machine"])]
+    )
 
 
 def as_text(figures: dict[str, Any]) -> str:
