@@ -47,7 +47,7 @@ class Entry(BaseModel, frozen=True):
     stored: bool
     """Whether the table has the column."""
     bytes: int
-    """Compressed bytes in the files of the snapshot."""
+    """Compressed bytes in the files of the snapshot, from 257 files on an estimate."""
     models: tuple[str, ...]
     """Model versions that read it, with their aliases."""
     served: bool
@@ -100,7 +100,8 @@ def build_entries(
         kind = event.kind if event is not None else None
         if kind is None:
             kind = kinds.get(name) or (kind_of(schema.field(name).type) if name in schema.names else "other")
-        first = state_since(log, name) or (column.first_day if column is not None else None)
+        seen = [one.day for one in measured if one.present] + ([column.first_day] if column is not None else [])
+        first = state_since(log, name) or min(seen, default=None)
         declaration = event.model_dump(include={"owner", "description", "reason", "alternatives"}) if event else {}
         statistics = _statistics(measured)
         if statistics["coverage"] is None and name in empty:

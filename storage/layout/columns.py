@@ -1,10 +1,10 @@
 """Reads from footers which columns a snapshot's files hold, how large they are and which are empty."""
 
 import datetime
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -21,7 +21,8 @@ from storage.snapshot.maps import find_keys
 FILES_AT_A_TIME = 8
 """Footers read concurrently. On an object store each takes a round trip or two."""
 MOST_FILES = 256
-"""Files searched, evenly spread over the days, before a column counts as empty."""
+"""Files looked at, evenly spread over the days, before a column counts as empty, and for its size."""
+F = TypeVar("F")
 EMPTY_BYTES = 256
 """Largest uncompressed size of a chunk of nulls, plus a byte per 32 rows: its levels are one run per page."""
 
@@ -30,9 +31,9 @@ class StoredColumn(BaseModel, frozen=True):
     """A column in the files of a snapshot."""
 
     bytes: int
-    """Compressed bytes of its values in all files."""
+    """Compressed bytes of its values in all files, estimated from those that were read."""
     first_day: datetime.date
-    """The first day with the column in its files."""
+    """The first of the days that were read with the column in its files."""
 
 
 class EmptyColumns(NamedTuple):
@@ -60,26 +61,28 @@ class Footers:
         self.names = {field.field_id: field.name for field in self.reader.schema.fields}
 
     def columns(
-        self, days: Collection[datetime.date] | None = None, most_files: int | None = None
+        self, days: Collection[datetime.date] | None = None, most_files: int = MOST_FILES
     ) -> dict[str, StoredColumn]:
-        """Reads the footers of the days and returns the columns that any of their files has, in the table's order.
+        """Reads footers of the days and returns the columns that any of these files has, in the table's order.
 
         Args:
             days: None: all.
-            most_files: Reads those of so many files, the first ones. None: all.
+            most_files: Reads those of so many files, evenly spread over the days.
         Raises:
             CorruptFileError: If a file is unreadable.
         """
         sums: dict[str, int] = {}
         first: dict[str, datetime.date] = {}
-        files = self._files(days)[:most_files]
+        every = self._files(days)
+        files = _spread(every, most_files)
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
             for (day, _), found in zip(files, pool.map(lambda file: self._bytes(file[1]), files), strict=True):
                 for name, size in found.items():
                     sums[name] = sums.get(name, 0) + size
                     first[name] = min(day, first.get(name, day))
         known = [name for name in self.names.values() if name in sums]
-        return {name: StoredColumn(bytes=sums[name], first_day=first[name]) for name in known}
+        share = len(files) / max(1, len(every))
+        return {name: StoredColumn(bytes=round(sums[name] / share), first_day=first[name]) for name in known}
 
     def without_values(
         self, columns: Collection[str], days: Collection[datetime.date] | None = None, most_files: int = MOST_FILES
@@ -90,7 +93,7 @@ class Footers:
         that are too small to hold much more than nulls. Unreadable files are skipped.
         """
         files = self._files(days)
-        chosen = files if len(files) <= most_files else files[:: -(-len(files) // most_files)]
+        chosen = _spread(files, most_files)
         left = list(dict.fromkeys(columns))
         searched = 0
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
@@ -151,3 +154,7 @@ class Footers:
             name = names.get(stored)
             if name is not None:
                 yield leaf, name, stored
+
+
+def _spread(files: Sequence[F], most: int) -> Sequence[F]:
+    return files if len(files) <= most else files[:: -(-len(files) // most)]

@@ -47,6 +47,15 @@ def test_bytes_are_the_sums_of_pyarrows_footers_over_the_files_of_the_snapshot(w
     }  # fmt: skip
 
 
+def test_the_size_of_a_column_is_estimated_from_some_of_many_files(warehouse: Warehouse) -> None:
+    for day in DAYS:
+        snapshot = write(warehouse, day, 5, text=[f"{day}"] * 5)
+    every, some = (footers(warehouse, snapshot).columns(most_files=most) for most in (4, 2))
+    assert {name: one.bytes for name, one in some.items()} == {name: one.bytes for name, one in every.items()}
+    one_day = footers(warehouse, snapshot).columns(DAYS[2:3], 2)
+    assert 4 * one_day["text"].bytes == every["text"].bytes
+
+
 @pytest.mark.parametrize("statistics", [True, False])
 def test_columns_without_values_are_found_with_and_without_statistics(
     warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch, statistics: bool
