@@ -6,6 +6,9 @@ Each kind is a source with one file a day: two logs (Parquet), samples with labe
 lines), and a log of events kept as a table. Every figure is the whole command, `python -m flows.ingest`, less the same
 command with nothing to do on a source of one day: its start. One more day is a new file of each log. Rounds alternate
 between few and many days; each adds a day. Figures are medians, with the files that the command opened.
+
+With `--commands`: a training that is done, `features`, `clean` with nothing to remove, and `score` of one more day, on
+samples with a small model. Whole commands, start included.
 """
 
 import argparse
@@ -42,8 +45,14 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--rows", type=int, default=2_000, help="of a day")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--commands", action="store_true", help="other commands than ingest")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
+    if chosen.commands:
+        seconds = _compare_commands(chosen.days, chosen.rows, chosen.rounds)
+        figures = {"commands": seconds, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
+        print(json.dumps(figures) if chosen.json else _as_command_text(figures))
+        return
     found = {kind: _compare(kind, chosen.days, chosen.rows, chosen.rounds) for kind in chosen.kinds}
     figures = {"kinds": found, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
     print(json.dumps(figures) if chosen.json else _as_text(figures))
@@ -73,6 +82,31 @@ def _compare(kind: str, days: Sequence[int], rows: int, rounds: int) -> dict[str
     }
     few, many = medians[min(days)], medians[max(days)]
     return {"days": medians, "growth": many["one_more_day_seconds"] / few["one_more_day_seconds"]}
+
+
+def _compare_commands(days: Sequence[int], rows: int, rounds: int) -> dict[str, dict[int, float]]:
+    """Returns command -> number of days -> median seconds."""
+    passes: dict[str, dict[int, list[float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="dlrm-growth-") as folder:
+        sources = {count: Source(Path(folder, f"{count}"), "samples", rows) for count in days}
+        for count, source in sources.items():
+            source.write(count)
+            source.ingest()
+            for words in (["flows.train"], ["flows.promote", "version=1"], ["flows.score"]):
+                source.command(*words)
+            say(f"the first {count} days")
+        for _ in range(rounds):
+            for count, source in sources.items():
+                for words in (["flows.train"], ["flows.features"], ["flows.clean", "dry_run=false"]):
+                    passes.setdefault(words[0], {}).setdefault(count, []).append(source.command(*words)[0])
+                source.write(1)
+                source.ingest()
+                passes.setdefault("flows.score", {}).setdefault(count, []).append(source.command("flows.score")[0])
+    return {name: {count: median(seconds) for count, seconds in found.items()} for name, found in passes.items()}
+
+
+def _day(number: int) -> datetime.date:
+    return START + datetime.timedelta(number)
 
 
 class Source:
@@ -106,7 +140,10 @@ class Source:
             "home": str(self.folder / "home"),
             "source": source,
             "events": events,
-            "split": {"every_nth_day": {"n": 8, "valid": 6, "test": 7}},
+            "split": {"days": {"train": [f"{START}..{_day(5)}"], "valid": [f"{_day(6)}"], "test": [f"{_day(7)}"]}},
+            "model": {"embedding_width": 16, "bottom_mlp": [16], "top_mlp": [16]},
+            "training": {"world_size": 1, "batch_rows": 512},
+            "evaluation": {"baselines": []},
             "features": {
                 "label": "label",
                 "dense": [
@@ -122,7 +159,7 @@ class Source:
         with duckdb.connect() as connection:
             for day in range(self.days, self.days + days):
                 connection.execute(f"SELECT setseed({1 / (day + 2)})")
-                first, moment = day * self.rows, f"TIMESTAMP '{START + datetime.timedelta(day)}'"
+                first, moment = day * self.rows, f"TIMESTAMP '{_day(day)}'"
                 moment += f" + to_microseconds(i * {86_000_000_000 // self.rows})"
                 numbers = [f"random() * {k + 1} AS num_{k}" for k in range(self.columns // 2)]
                 ids = [
@@ -152,14 +189,29 @@ class Source:
 
     def run(self) -> tuple[float, dict[str, Any]]:
         """Returns the seconds of the command, and what it says of the table of `rows`."""
+        seconds, result = self.command("flows.ingest")
+        return seconds, result["events"]["seen"] if self.kind == "events" else result
+
+    def command(self, module: str, *words: str) -> tuple[float, dict[str, Any]]:
+        """Runs a command on the config. Returns its seconds, and its result if it prints one."""
         begun = time.perf_counter()
-        command = [sys.executable, "-m", "flows.ingest", str(self.config)]
+        command = [sys.executable, "-m", module, str(self.config), *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         seconds = time.perf_counter() - begun
         if done.returncode:
             raise RuntimeError(done.stderr[-2_000:])
-        result = json.loads(done.stdout.strip().splitlines()[-1])
-        return seconds, result["events"]["seen"] if self.kind == "events" else result
+        last = (done.stdout.strip().splitlines() or [""])[-1]
+        return seconds, json.loads(last) if last.startswith("{") else {}
+
+
+def _as_command_text(figures: dict[str, Any]) -> str:
+    days = [*next(iter(figures["commands"].values()))]
+    lines = [f"| command | {' | '.join(f'{count:,} days, s' for count in days)} |", "|---" * (len(days) + 1) + "|"]
+    lines += [
+        f"| {name} | {' | '.join(f'{value:.2f}' for value in found.values())} |"
+        for name, found in figures["commands"].items()
+    ]
+    return "\n".join([*lines, "", describe_machine(figures["machine"])])
 
 
 def _as_text(figures: dict[str, Any]) -> str:

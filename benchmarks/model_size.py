@@ -59,10 +59,6 @@ def measure(rows: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="dlrm-model-size-") as place:
         source = Source(Path(place, "source"), "samples", ROWS, 2 * TABLES, rows)
         source.write(DAYS)
-        config = json.loads(source.config.read_text())
-        config |= {"model": {"embedding_width": 16, "bottom_mlp": [16], "top_mlp": [16]}}
-        config |= {"training": {"world_size": 1, "batch_rows": 512}, "evaluation": {"baselines": []}}
-        source.config.write_text(json.dumps(config))
         source.ingest()
         seconds, anonymous, result = _train(source.config)
         again, _, skipped = _train(source.config)

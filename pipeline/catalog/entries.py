@@ -67,7 +67,7 @@ class Entry(BaseModel, frozen=True):
     drift: float | None
     """Population stability index against earlier days, on the newest day that has one."""
     days: tuple[FeatureDay, ...] = ()
-    """All measured days, oldest first."""
+    """The newest measured days, oldest first."""
 
 
 def build_entries(

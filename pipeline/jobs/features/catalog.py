@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import pyarrow as pa
+
 from pipeline.catalog import text
 from pipeline.catalog.entries import Entry, build_entries, measured_keys
 from pipeline.catalog.events import Event, append_event, build_event, newest_events, read_events, unknown_feature
@@ -22,6 +24,8 @@ from storage.keys import map_names
 from storage.layout.columns import Footers
 from storage.reader import DAY, SnapshotRef
 
+MEASURED_DAYS = 90
+"""Newest days whose statistics are shown."""
 DECLARED = ("state", "kind", "owner", "description", "reason")
 Action = Literal["list", "show", "propose", "set", "deprecate", "history"]
 
@@ -34,6 +38,11 @@ class FeatureCatalog(NamedTuple):
     usage: Usage
 
 
+def _newest_profiles(workspace: Workspace, snapshot: SnapshotRef) -> pa.Table:
+    warehouse = workspace.warehouse
+    return profiles(warehouse, snapshot.table, [*warehouse.day_rows(snapshot)][-MEASURED_DAYS:])
+
+
 def load_features(workspace: Workspace) -> FeatureCatalog:
     """Loads the feature catalog of the newest snapshot.
 
@@ -44,7 +53,7 @@ def load_features(workspace: Workspace) -> FeatureCatalog:
     config = workspace.config
     warehouse = workspace.warehouse
     snapshot = warehouse.current(config.name)
-    schema, profile = warehouse.schema(snapshot), profiles(warehouse, config.name)
+    schema, profile = warehouse.schema(snapshot), _newest_profiles(workspace, snapshot)
     footers = Footers(warehouse.table(config.name), snapshot)
     unmeasured = {*schema.names} - {*profile["column"].to_pylist()}
     found = build_entries(
@@ -105,9 +114,9 @@ def build_declaration(
         ConfigError: If there is no such feature, or its state cannot change like this.
     """
     config = workspace.config
-    warehouse = workspace.warehouse
-    schema = warehouse.schema(warehouse.current(config.name))
-    keys = measured_keys(schema, profiles(warehouse, config.name)) if map_names(schema) else []
+    snapshot = workspace.warehouse.current(config.name)
+    schema = workspace.warehouse.schema(snapshot)
+    keys = measured_keys(schema, _newest_profiles(workspace, snapshot)) if map_names(schema) else []
     columns = [name for name in [*schema.names, *keys] if name not in (DAY, config.features.label)]
     _check_alternatives(feature, changes.get("alternatives", ()), {*columns, *newest_events(log)}, log)
     return build_event(log, columns, feature, by or _user(), changes)
