@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from storage.names import TRAILING_DAYS
 from storage.query import column_types, quote
-from storage.reader import DAY, SnapshotReader, SnapshotRef
+from storage.reader import DAY, Fragment, SnapshotReader, SnapshotRef
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
@@ -107,18 +107,20 @@ Rows = Callable[[Collection[str]], str]
 
 
 def stored_rows(
-    connection: "duckdb.DuckDBPyConnection", reader: SnapshotReader, days: Collection[datetime.date]
+    connection: "duckdb.DuckDBPyConnection", reader: SnapshotReader, fragments: Sequence[Fragment], every: int = 1
 ) -> Rows:
-    """Returns days of a table as relations. Columns are read by field id: a name may once have meant another column.
+    """Returns rows of a table as relations. Columns are read by field id: a name may once have meant another column.
 
     Args:
         reader: Of all columns that relations may have, and of `day`.
+        every: Each so-many-th of the rows of a batch is read.
     """
-    fragments = reader.fragments(days)
 
     def rows(needed: Collection[str]) -> str:
         part = reader.narrow([DAY, *needed])
         batches = (batch for fragment in fragments for batch in part.batches(fragment))
+        if every > 1:
+            batches = (batch.take(pa.array(range(0, batch.num_rows, every))) for batch in batches)
         connection.register("stored_rows", pa.RecordBatchReader.from_batches(part.empty().schema, batches))
         return "stored_rows"
 

@@ -143,7 +143,7 @@ def _check(
         duplicates = {}
         if rules.key is not None and rules.duplicates != "off":
             reader = warehouse.reader(snapshot, [DAY, rules.key])
-            view = stored_rows(connection, reader, days)([rules.key])
+            view = stored_rows(connection, reader, reader.fragments(days))([rules.key])
             duplicates = count_duplicates(connection, view, rules.key)
         features = schema.named_columns() if isinstance(schema, FeatureSchema) else ()
         before, known = profiles(warehouse, snapshot.table, earlier), warehouse.has_table(profile_name(snapshot.table))

@@ -16,8 +16,9 @@ from typing import Any, Self
 import duckdb
 import pyarrow as pa
 
-from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values
+from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values, form_of
 from pipeline.data.formats.reading import Decoder, ReadableFile, first_line, readable_names
+from pipeline.data.formats.sample import choose_sample
 from pipeline.data.formats.types import FILE, ISO_DATE, ROW
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import REPEAT_DAYS, EventTable, LabelColumns, SideTable, SourceConfig
@@ -195,24 +196,33 @@ class SourceReader:
 
     Args:
         numbered: Whether the order of the rows is needed even if nothing is joined.
+        look_at: Opens a part of the rows with about so many values, spread over all. None: opens all.
     Attributes:
-        files: All files of the source.
+        files: All files of the source, or those with rows of the part.
+        scale: Rows of the source for each row that is opened, about.
         known: Types of columns in files that will not be opened: those opened have all these columns.
     """
 
     def __init__(
-        self, context: SourceContext, report: Report = lambda what, done, total: None, numbered: bool = False
+        self,
+        context: SourceContext,
+        report: Report = lambda what, done, total: None,
+        numbered: bool = False,
+        look_at: int | None = None,
     ) -> None:
-        source = context.source
+        source, catalog = context.source, context.warehouse.config.catalog
         rows, outcomes = _find_files(context, report)
+        forms = {file: form_of(file, source.format) for file in rows}
+        sample = None if look_at is None else choose_sample(forms, look_at, catalog)
+        rows, self.scale = (rows, 1.0) if sample is None else ([*sample.parts], sample.scale)
         lookups = {one: context.find(one.path, "source.lookups path") for one in source.lookups}
         self.context, self.files, self.known = context, SourceFiles(rows, outcomes, lookups), KnownTypes()
         unique = context.events is not None and context.events.unique is not None
         self.numbered = bool(lookups or source.outcomes or unique or numbered)
-        forms: dict[SourceFile, Format] = dict.fromkeys(self.files.all(), "auto")
-        forms |= dict.fromkeys(rows, source.format)
+        every: dict[SourceFile, Format] = dict.fromkeys(self.files.all(), "auto")
+        every |= dict.fromkeys(rows, source.format)
         place, limits = context.warehouse.home / "tmp", duckdb_limits(context.memory_bytes)
-        self._decoder = Decoder(forms, place, context.warehouse.config.catalog, limits, report)
+        self._decoder = Decoder(every, place, catalog, limits, report, {} if sample is None else sample.parts)
         self._stack = ExitStack()
         self._open: OpenSource | None = None
         self._ever: set[SourceFile] = set()
@@ -306,13 +316,6 @@ def open_source_rows(context: SourceContext) -> Iterator[OpenSource]:
     """Opens all samples of a source, as `SourceReader.open`."""
     with SourceReader(context) as reader, reader.open(reader.files) as rows:
         yield rows
-
-
-@contextmanager
-def open_raw_rows(context: SourceContext) -> Iterator[RawSource]:
-    """Opens all rows of a source as its files have them, side tables joined."""
-    with SourceReader(context) as reader, reader.open_raw(reader.files) as raw:
-        yield raw
 
 
 def stored_types(warehouse: Warehouse, table: str) -> dict[str, str]:

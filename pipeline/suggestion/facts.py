@@ -32,6 +32,10 @@ FEWEST_CODES = 12
 """Nor are those with fewer."""
 GROUPED_AT_A_TIME = 30
 """How many columns are grouped in one pass."""
+SKETCH_ERROR = 0.03
+"""By how much a ratio of two approximate counts may differ from 1 without meaning it."""
+FEWEST_SEEN = 5
+"""Rows of a value in a sample that tell on how many days it occurs."""
 Counts = npt.NDArray[np.float64]
 
 
@@ -97,6 +101,8 @@ class TableFacts:
     facts: tuple[ColumnFacts, ...]
     days: tuple[DayFacts, ...]
     """In order."""
+    scale: float = 1.0
+    """Rows of all for each row that was looked at. Where it is over 1, all counts are estimates."""
 
     @property
     def rows(self) -> int:
@@ -113,14 +119,16 @@ def observe(
     connection: duckdb.DuckDBPyConnection,
     rows: Rows,
     types: Mapping[str, str],
-    days: Mapping[datetime.date, int],
+    rows_looked_at: int,
     label: str,
+    scale: float = 1.0,
 ) -> TableFacts:
     """Measures all columns over all days at once.
 
     Args:
         types: Column -> its DuckDB type.
-        days: Day -> its rows.
+        rows_looked_at: Number of the rows.
+        scale: Rows of all for each of these rows.
     """
     columns = {name: kind for name, kind in types.items() if name != DAY and not name.startswith("__")}
     schema, batches = stream(connection.sql(f"SELECT {', '.join(map(quote, columns))} FROM {rows(columns)}"))
@@ -128,14 +136,53 @@ def observe(
     looks = look_closer(connection, rows, {name: kind for name, kind in columns.items() if name != label})
     kinds = {name: "time" if is_time(kind) else found[name]["kind"] for name, kind in columns.items()}
     kinds = {name: kind for name, kind in kinds.items() if kind != "other"}
-    alone = look_at_columns(connection, rows, kinds, label, sum(days.values()))
+    alone = look_at_columns(connection, rows, kinds, label, rows_looked_at)
     facts = [
         _fact(found[name], kind, {"alone": alone.get(name, NOTHING), **looks.get(name, {})})
         for name, kind in columns.items()
     ]
-    return TableFacts(
-        facts=tuple(_with_values(connection, rows, facts, label)),
-        days=tuple(_count_days(connection, rows, label)),
+    facts, found_days = _with_values(connection, rows, facts, label), _count_days(connection, rows, label)
+    if scale > 1.0:
+        names = [fact.name for fact in facts if not fact.type.endswith("]")]
+        growth = measure_growth(connection, rows, names)
+        facts = [_scaled(fact, scale, growth.get(fact.name, 0.0)) for fact in facts]
+        found_days = [DayFacts(one.day, round(one.rows * scale), round(one.positives * scale)) for one in found_days]
+    return TableFacts(tuple(facts), tuple(found_days), scale)
+
+
+def measure_growth(connection: duckdb.DuckDBPyConnection, rows: Rows, names: Sequence[str]) -> dict[str, float]:
+    """Returns column -> the exponent with which its distinct values grow with the rows, by half of them and all.
+
+    Source:
+        Heaps' law: n rows have K * n ** exponent distinct values; ids whose frequencies fall by a power law follow it.
+    """
+    found: dict[str, float] = {}
+    for start in range(0, len(names), AT_A_TIME):
+        part = names[start : start + AT_A_TIME]
+        counts = ", ".join(
+            f"approx_count_distinct({quote(name)}) FILTER (n % 2 = 0), approx_count_distinct({quote(name)})"
+            for name in part
+        )
+        listed = ", ".join(map(quote, part))
+        numbered = f"(SELECT {listed}, row_number() OVER () AS n FROM {rows(part)})"
+        (row,) = connection.sql(f"SELECT {counts} FROM {numbered}").fetchall()
+        for name, half, whole in zip(part, row[::2], row[1::2], strict=True):
+            found[name] = min(1.0, math.log2(max(1.0, whole / max(1, half) - SKETCH_ERROR)))
+    return found
+
+
+def _scaled(fact: ColumnFacts, scale: float, growth: float) -> ColumnFacts:
+    """Estimates the facts of all rows from those of a sample.
+
+    On how many days a value occurs is unknown if most values were seen once or twice.
+    """
+    present = round(fact.present * scale)
+    return replace(
+        fact,
+        rows=round(fact.rows * scale),
+        present=present,
+        distinct=min(present, round(fact.distinct * scale**growth)),
+        days_a_value=fact.days_a_value if fact.present >= FEWEST_SEEN * fact.distinct else None,
     )
 
 
@@ -281,11 +328,12 @@ def find_row_key(
     prefixes = [names[: i + 1] for i in range(len(names))]
     counts = ", ".join(f"approx_count_distinct(row({', '.join(map(quote, prefix))}))" for prefix in prefixes)
     distinct = [int(count) for count in connection.sql(f"SELECT {counts} FROM {rows(names)}").fetchall()[0]]
-    enough = min(0.9 * observed.rows, 0.98 * max(distinct))
+    seen = max(1.0, observed.rows / observed.scale)
+    enough = min(0.9 * seen, 0.98 * max(distinct))
     key = next(prefix for prefix, count in zip(prefixes, distinct, strict=True) if count >= enough)
     listed = ", ".join(map(quote, key))
     query = f"SELECT max(n) FROM (SELECT count(*) AS n FROM {rows(key)} GROUP BY {listed})"
-    return tuple(key), connection.sql(query).fetchall()[0][0] / max(1, observed.rows)
+    return tuple(key), connection.sql(query).fetchall()[0][0] / seen
 
 
 MOST_KEYS = 8

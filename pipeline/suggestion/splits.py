@@ -1,5 +1,6 @@
 """Chooses a split in which every part has rows and both labels."""
 
+import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ LABELS = 50
 """Rows of each label that a part should have, as far as there are so many in this share of all."""
 LARGEST_KEY = 0.05
 """Largest share of the rows that may have one key: all of them are in one part."""
+ONE_DAY = datetime.timedelta(days=1)
 SMALL = 5_000
 """Fewer rows give larger shares to validation and test."""
 
@@ -151,9 +153,9 @@ def _by_days(days: Sequence[DayFacts]) -> ChosenSplit | None:
         return None
     (test_first, test_end), (valid_first, valid_end) = cuts
     config = {
-        "train": [_span(train)],
-        "valid": [_span(days[valid_first:valid_end])],
-        "test": [_span(days[test_first:test_end])],
+        "train": [_span(train[0].day, days[valid_first].day - ONE_DAY)],
+        "valid": [_span(days[valid_first].day, days[test_first].day - ONE_DAY)],
+        "test": [_span(days[test_first].day, days[-1].day)],
     }
     sizes = [sum(day.rows for day in part) for part in (train, days[valid_first:valid_end], days[test_first:])]
     why = f"{len(days)} days: the last {_count(test_end - test_first)} for the test, {_count(valid_end - valid_first)} "
@@ -185,8 +187,9 @@ def _has_both(observed: TableFacts, part: tuple[int, int]) -> bool:
     return rows - positives >= least[0] and positives >= least[1]
 
 
-def _span(days: Sequence[DayFacts]) -> str:
-    return f"{days[0].day}" if len(days) == 1 else f"{days[0].day}..{days[-1].day}"
+def _span(first: datetime.date, last: datetime.date) -> str:
+    """Returns days of a part. It ends where the next one begins: a sample of the rows may lack days between them."""
+    return f"{first}" if first == last else f"{first}..{last}"
 
 
 def _count(days: int) -> str:

@@ -31,6 +31,7 @@ from pipeline.data.formats.csv import (
 )
 from pipeline.data.formats.files import SourceFile, address_of, form_of
 from pipeline.data.formats.json import copy_json, count_lines
+from pipeline.data.formats.sample import Part, copy_groups
 from pipeline.data.formats.types import FILE, ROW, common_types, type_text
 from pipeline.errors import DataError
 from storage.errors import is_shortage, machine_lacks
@@ -67,6 +68,7 @@ class Decoder:
         properties: Access to object stores: `warehouse.catalog`.
         limits: Memory and threads of DuckDB, as arguments of `connect`.
         report: Called with ("decode", done, total) for each file to copy.
+        parts: File -> the part of it that is copied. Others are whole.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class Decoder:
         properties: Mapping[str, str] = MappingProxyType({}),
         limits: Mapping[str, int | str | None] = MappingProxyType({}),
         report: Callable[[str, int, int], None] = lambda what, done, total: None,
+        parts: Mapping[SourceFile, Part] = MappingProxyType({}),
     ) -> None:
         self.forms = {file: form_of(file, form) for file, form in files.items()}
+        self.parts = parts
         self.place, self.properties, self.limits, self.report = place, properties, limits, report
         self._made: dict[SourceFile, ReadableFile] = {}
         self._stack = ExitStack()
@@ -95,7 +99,7 @@ class Decoder:
     @cached_property
     def _numbers(self) -> dict[SourceFile, int]:
         """Copied files -> their number: copies have the order of the files."""
-        copied = (file for file, form in self.forms.items() if form != "parquet")
+        copied = (file for file, form in self.forms.items() if form != "parquet" or file in self.parts)
         return {file: number for number, file in enumerate(sorted(copied, key=address_of))}
 
     def read(self, files: Iterable[SourceFile]) -> dict[SourceFile, ReadableFile]:
@@ -144,7 +148,7 @@ class Decoder:
         copy = folder / f"{self._numbers[file]:09}" / _parts(file)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.unlink(missing_ok=True)
-        return _copy(connection, file, self.forms[file], copy, self.properties)
+        return _copy(connection, file, self.forms[file], copy, self.properties, self.parts.get(file, Part()))
 
 
 @contextmanager
@@ -184,16 +188,24 @@ def readable_names(local: Sequence[Path], objects: Sequence[ObjectFile]) -> tupl
 
 
 def _copy(
-    connection: duckdb.DuckDBPyConnection, file: SourceFile, form: Format, copy: Path, properties: Mapping[str, str]
+    connection: duckdb.DuckDBPyConnection,
+    file: SourceFile,
+    form: Format,
+    copy: Path,
+    properties: Mapping[str, str],
+    part: Part,
 ) -> ReadableFile:
-    """Copies a file, and compares its rows with those that are counted in it."""
-    if form == "avro":
+    """Copies a file or a part of it, and compares its rows with those that are counted in it."""
+    if form == "parquet":
+        with explained(f"Parquet file '{file.name}'"):
+            rows = copy_groups(file, part, copy, properties)
+    elif form == "avro":
         copy_avro(file, copy, properties)
         rows = count_avro(file, properties)
     else:
         where = f"{'CSV' if form == 'criteo' else form.upper()} file '{file.name}'"
         with explained(where), TemporaryDirectory(prefix="plain-", dir=copy.parent) as folder:
-            plain = unpack(file, Path(folder), properties)
+            plain = unpack(file, Path(folder), properties, part.share, quoted=form == "csv")
             try:
                 rows = _copy_text(connection, plain, form, copy, where)
             except duckdb.Error as error:

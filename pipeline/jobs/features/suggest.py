@@ -3,9 +3,10 @@
 import datetime
 import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,10 +20,11 @@ from pipeline.config import load
 from pipeline.config.draft import Draft, load_draft
 from pipeline.config.files import ROOT
 from pipeline.config.run import check_name
+from pipeline.data.formats.sample import DECODED, FEWEST_ROWS, spread
 from pipeline.data.formats.types import FILE, ROW
-from pipeline.data.profile import Rows, rows_of, stored_rows, types_of
+from pipeline.data.profile import Rows, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.opening import SourceContext, duckdb_limits, open_raw_rows, open_source_rows
+from pipeline.extraction.opening import SourceContext, SourceReader, duckdb_limits
 from pipeline.extraction.own_source import find_strangers, patterns_of, remembered
 from pipeline.extraction.samples import guess_unit, plain_name, unlabelled
 from pipeline.extraction.sources import key_family
@@ -38,10 +40,14 @@ from pipeline.transforms.schema import unknown_column
 from storage.artifacts import write_text
 from storage.names import NAME
 from storage.query import column_types, connect, quote
-from storage.reader import DAY
+from storage.reader import DAY, Fragment, SnapshotReader
 from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
 
+VALUES = 40_000_000
+"""Values that are looked at, about: rows times columns."""
+FEWEST_DAYS = 32
+"""Days of a table that are looked at, however large they are."""
 ONE_DAY = "2000-01-01"
 """Day of all rows of `path` if no column gives one."""
 FEW_BAD = 0.01
@@ -182,24 +188,29 @@ def look(job: DraftJob, files: bool) -> Look:
             snapshot = warehouse.current(draft.name)
             spill = stack.enter_context(ScratchFolder("suggest-", warehouse.home / "tmp"))
             connection = stack.enter_context(connect([], Path(spill), **duckdb_limits(None)))
-            days = warehouse.day_rows(snapshot)
             reader = warehouse.reader(snapshot, warehouse.schema(snapshot).names)
             types = types_of(connection, reader.empty())
-            rows = stored_rows(connection, reader, days)
-            return _look(draft, connection, rows, types, days, f"table {draft.name}")
-        opened = stack.enter_context(open_source_rows(make_context(job)))
+            days = warehouse.day_rows(snapshot)
+            fragments, every = _some_fragments(reader, days, max(FEWEST_ROWS, VALUES // len(types)))
+            rows = stored_rows(connection, reader, fragments, every)
+            ((seen,),) = connection.sql(f"SELECT count(*) FROM {rows([])}").fetchall()
+            scale = max(1.0, sum(days.values()) / max(1, seen))
+            return _look(draft, connection, rows, types, seen, scale, f"table {draft.name}")
+        source = stack.enter_context(SourceReader(make_context(job), look_at=VALUES))
+        opened = stack.enter_context(source.open(source.files))
         if opened.join is not None:
             opened.join.attribute(opened.view, f"{DAY} IS NOT NULL")
         connection, good = opened.connection, opened.create_good_view("true")
         counted = f"SELECT __reason, count(*) FROM {opened.view} WHERE __reason IS NOT NULL GROUP BY 1 ORDER BY 2 DESC"
         refused = connection.sql(counted).fetchall()
-        days = rows_of(connection, good)
-        if not days:
+        ((count,),) = connection.sql(f"SELECT count(*) FROM {good}").fetchall()
+        if not count:
             got = ", ".join(f"{reason} in {count:,} rows" for reason, count in refused) or "no rows"
             raise DataError(f"label '{label}'", "rows with 0 or 1", got, "Correct the files, or set source.positive.")
-        notes = tuple(f"{count:,} rows are left out: {reason}" for reason, count in refused)
+        notes = tuple(f"{round(rows * source.scale):,} rows are left out: {reason}" for reason, rows in refused)
         types = column_types(connection, good)
-        return _look(draft, connection, lambda names: quote(good), types, days, "files of the source", notes)
+        scale = source.scale
+        return _look(draft, connection, lambda names: quote(good), types, count, scale, "files of the source", notes)
 
 
 def _look(
@@ -207,21 +218,37 @@ def _look(
     connection: duckdb.DuckDBPyConnection,
     rows: Rows,
     types: Mapping[str, str],
-    days: Mapping[datetime.date, int],
+    seen: int,
+    scale: float,
     source: str,
     notes: tuple[str, ...] = (),
 ) -> Look:
     label = draft.features.label
     if label not in types:
         raise unknown_column("features.label", label, list(types))
-    observed = observe(connection, rows, types, days, label)
+    observed = observe(connection, rows, types, seen, label, scale)
     if not 0 < observed.positives < observed.rows:
         raise ConfigError(
             f"label '{label}'", "rows with 0 and rows with 1", "a constant", "Name another: label=COLUMN."
         )
     apart = [label, *([draft.features.weight] if draft.features.weight else [])]
     split = choose_split(observed, draft.split, lambda: find_row_key(connection, rows, observed, apart))
+    if scale > 1.0:
+        notes = (f"looked at {seen:,} rows, spread over about {observed.rows:,}: counts are estimates", *notes)
     return Look(observed, split, source, notes)
+
+
+def _some_fragments(
+    reader: SnapshotReader, days: Mapping[datetime.date, int], wanted: int
+) -> tuple[Sequence[Fragment], int]:
+    """Returns row groups of a table, and each which of their rows to look at, for about so many rows."""
+    total, most = sum(days.values()), DECODED * wanted
+    if total <= 1.5 * wanted:
+        return reader.fragments(days), 1
+    chosen = spread([*days], max(FEWEST_DAYS, round(2 * most * len(days) / total)))
+    every = reader.fragments(chosen)
+    found = spread(every, math.ceil(len(every) * most / max(most, sum(one.rows for one in every))))
+    return found, max(1, sum(one.rows for one in found) // wanted)
 
 
 def has_own_table(job: DraftJob) -> bool:
@@ -248,7 +275,7 @@ def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
     assert source is not None
     keys: dict[str, Any] = {}
     notes: list[str] = []
-    with open_raw_rows(make_context(job)) as raw:
+    with SourceReader(make_context(job), look_at=VALUES) as reader, reader.open_raw(reader.files) as raw:
         types = column_types(raw.connection, raw.view)
         names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
         if empty := [name for name in names if types[name] == '"NULL"']:
@@ -279,7 +306,9 @@ def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
             query = f"SELECT count(*) FROM {quote(raw.view)} WHERE {unlabelled(label)}"
             if count := raw.connection.sql(query).fetchall()[0][0]:
                 keys["unlabelled"] = "skip"
-                notes.append(f"{count:,} rows are left out: label is null (source.unlabelled: skip)")
+                notes.append(
+                    f"{round(count * reader.scale):,} rows are left out: label is null (source.unlabelled: skip)"
+                )
     if not keys:
         return job, notes
     label = keys.get("rename", {}).get(label, label)

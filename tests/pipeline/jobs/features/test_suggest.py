@@ -1,18 +1,24 @@
 """The file of a suggestion: which settings of the config it keeps."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import RunConfig, load
 from pipeline.config.draft import load_draft
+from pipeline.data.formats import sample
 from pipeline.jobs.console import Console
+from pipeline.jobs.features import suggest as module
 from pipeline.jobs.features.suggest import DraftJob, Look, write
 from pipeline.jobs.search.tune import search_space
+from pipeline.suggestion.choose import suggest
 from storage.reader import DAY
+from tests.homes import write_days
 from tests.pipeline.suggestion.observing import look
 
 
@@ -121,3 +127,59 @@ def test_tuned_values_win(seen):
     found = suggested(seen, "configs/flights.yaml", {}, training={"table_learning_rate": 0.02}, model={"dropout": 0.1})
     assert (found.training.table_learning_rate, found.model.dropout) == (0.02, 0.1)
     assert "training.table_learning_rate" in search_space(found)
+
+
+def many_days(folder: Path) -> pa.Table:
+    """60,000 rows of 30 days: few users, ids whose number grows, ids of one row each, a number and a time."""
+    draw, rows = np.random.default_rng(5), 60_000
+    at = np.datetime64("2025-01-01T00:00:00", "us") + np.sort(draw.integers(0, 30 * 86_400, rows)).astype("m8[s]")
+    made = pa.table(
+        {
+            "label": draw.integers(0, 2, rows),
+            "cat_user": draw.integers(0, 400, rows),
+            "cat_item": draw.zipf(1.5, rows) % 1_000_000,
+            "request": [f"r{n}" for n in range(rows)],
+            "price": draw.gamma(2.0, 10.0, rows),
+            "shown_at": pa.array(at),
+        }
+    )
+    days = at.astype("M8[D]")
+    for day in np.unique(days):
+        pq.write_table(made.filter(pa.array(days == day)), folder / f"{day}.parquet", row_group_size=500)
+    return made.append_column(DAY, pa.array(days))
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_part_of_many_rows_gives_the_same_config(tmp_path, monkeypatch, stored):
+    """Whether rows are read from files or from the table."""
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path / "home"))
+    (tmp_path / "rows").mkdir()
+    rows = many_days(tmp_path / "rows")
+    (tmp_path / "own.yaml").write_text("name: own\nsource: {path: 'rows/*.parquet', day_column: shown_at}\n")
+    job = DraftJob(load_draft(str(tmp_path / "own.yaml")), Console(), {})
+    if stored:
+        write_days(job.warehouse, rows, name="own", chunk_rows=500)
+        monkeypatch.setattr(module, "has_own_table", lambda job: True)
+    whole = module.look(job, not stored)
+    for place in (module, sample):
+        monkeypatch.setattr(place, "FEWEST_ROWS", 10)
+    monkeypatch.setattr(module, "VALUES", 6 * 4_000)
+    part = module.look(job, not stored)
+    (note,) = part.notes
+    assert re.fullmatch(r"looked at [34],\d+ rows, spread over about 60,\d+: counts are estimates", note)
+    assert (whole.notes, whole.observed.scale) == ((), 1.0)
+    assert part.observed.scale == pytest.approx(15.0, rel=0.15)
+    assert part.observed.rows == pytest.approx(60_000, rel=0.01)
+    found = {one.name: one.distinct for one in part.observed.facts}
+    for fact in whole.observed.facts:
+        assert fact.distinct / 2 < found[fact.name] < 2 * fact.distinct, fact.name
+    one, other = (suggest(look.observed, "label", look.split, {}, ("shown_at", None)) for look in (whole, part))
+    assert [(choice.fact.name, choice.use) for choice in other.choices] == [
+        (choice.fact.name, choice.use) for choice in one.choices
+    ]
+    spans = [text for parts in part.split.config["days"].values() for text in parts]
+    assert spans[0].startswith("2025-01-01..")
+    assert spans[-1].endswith("2025-01-30")
+    days = [date for text in spans for date in dict.fromkeys([text[:10], text[-10:]])]
+    edges = np.array(days[1:-1], "M8[D]")
+    assert len(set(edges[1::2] - edges[::2])) == 1, "each part begins on the day after the one before"

@@ -55,7 +55,9 @@ class Follower(RegistryFollower):
 
     def check(self, version: int) -> None:
         if version in self.registry.damaged:
-            raise RegistryError("model 'm'", "the files that were registered", "another weights.safetensors", "Restore.")
+            raise RegistryError(
+                "model 'm'", "the files that were registered", "another weights.safetensors", "Restore."
+            )
 
 
 class Served:
