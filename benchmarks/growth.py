@@ -24,11 +24,19 @@ from statistics import median
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 
 from benchmarks.machine import ROOT, describe_machine, machine, say
 
-KINDS = {"logs": "parquet", "samples": "parquet", "csv": "csv.gz", "json": "json.gz", "events": "parquet"}
-"""Kind of a source -> ending of its files."""
+KINDS = {
+    "logs": "parquet",
+    "samples": "parquet",
+    "csv": "csv.gz",
+    "json": "json.gz",
+    "avro": "avro",
+    "events": "parquet",
+}
+"""Kind of a source -> ending of its files. Avro needs the extra of that name."""
 OPTIONS = {
     "parquet": "(FORMAT parquet, COMPRESSION zstd)",
     "csv.gz": "(FORMAT csv, HEADER, COMPRESSION gzip)",
@@ -43,7 +51,7 @@ def main(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--days", type=int, nargs="+", default=[8, 1000])
     parser.add_argument("--rows", type=int, default=2_000, help="of a day")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "avro"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--commands", action="store_true", help="other commands than ingest")
     parser.add_argument("--json", action="store_true")
@@ -180,7 +188,10 @@ class Source:
         self.days += days
 
     def _copy(self, connection: duckdb.DuckDBPyConnection, rows: str, name: str, ending: str) -> None:
-        connection.execute(f"COPY ({rows}) TO '{self.folder / name}' {OPTIONS[ending]}")
+        if ending == "avro":
+            _write_avro(connection.sql(rows).to_arrow_table(), self.folder / name)
+        else:
+            connection.execute(f"COPY ({rows}) TO '{self.folder / name}' {OPTIONS[ending]}")
 
     def ingest(self) -> tuple[float, int]:
         """Returns the seconds of the command, and the files that it opened."""
@@ -202,6 +213,16 @@ class Source:
             raise RuntimeError(done.stderr[-2_000:])
         last = (done.stdout.strip().splitlines() or [""])[-1]
         return seconds, json.loads(last) if last.startswith("{") else {}
+
+
+def _write_avro(rows: pa.Table, path: Path) -> None:
+    import fastavro  # an extra
+
+    kinds = {"double": "double", "timestamp[us]": {"type": "long", "logicalType": "timestamp-micros"}}
+    fields = [{"name": one.name, "type": kinds.get(f"{one.type}", "long")} for one in rows.schema]
+    schema = fastavro.parse_schema({"type": "record", "name": "row", "fields": fields})
+    with path.open("wb") as stream:
+        fastavro.writer(stream, schema, rows.to_pylist(), codec="deflate")
 
 
 def _as_command_text(figures: dict[str, Any]) -> str:

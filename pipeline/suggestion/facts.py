@@ -160,11 +160,11 @@ def measure_growth(connection: duckdb.DuckDBPyConnection, rows: Rows, names: Seq
     for start in range(0, len(names), AT_A_TIME):
         part = names[start : start + AT_A_TIME]
         counts = ", ".join(
-            f"approx_count_distinct({quote(name)}) FILTER (n % 2 = 0), approx_count_distinct({quote(name)})"
+            f"approx_count_distinct({quote(name)}) FILTER (__nth % 2 = 0), approx_count_distinct({quote(name)})"
             for name in part
         )
         listed = ", ".join(map(quote, part))
-        numbered = f"(SELECT {listed}, row_number() OVER () AS n FROM {rows(part)})"
+        numbered = f"(SELECT {listed}, row_number() OVER () AS __nth FROM {rows(part)})"
         (row,) = connection.sql(f"SELECT {counts} FROM {numbered}").fetchall()
         for name, half, whole in zip(part, row[::2], row[1::2], strict=True):
             found[name] = min(1.0, math.log2(max(1.0, whole / max(1, half) - SKETCH_ERROR)))

@@ -41,7 +41,8 @@ def _read(
     values = [f"{_value(name, kind)} AS {quote(name)}" for name, kind in kinds.items()]
     source, needed = rows([label, *kinds]), ", ".join(map(quote, [label, *kinds]))
     if step > 1:
-        source = f"(SELECT {needed}, row_number() OVER () AS __row FROM {source} QUALIFY __row % {step} = 0)"
+        numbered = f"SELECT {needed}, row_number() OVER () AS __nth FROM {source}"
+        source = f"(SELECT * FROM ({numbered}) WHERE __nth % {step} = 0)"
     query = f"SELECT {', '.join([quote(label), *values])} FROM {source} WHERE {quote(label)} IS NOT NULL"
     return connection.sql(query).to_arrow_table()
 
