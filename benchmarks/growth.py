@@ -189,7 +189,7 @@ class Source:
 
     def _copy(self, connection: duckdb.DuckDBPyConnection, rows: str, name: str, ending: str) -> None:
         if ending == "avro":
-            _write_avro(connection.sql(rows).to_arrow_table(), self.folder / name)
+            _write_avro(connection.execute(rows).to_arrow_table(), self.folder / name)
         else:
             connection.execute(f"COPY ({rows}) TO '{self.folder / name}' {OPTIONS[ending]}")
 
