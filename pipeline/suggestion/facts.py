@@ -34,6 +34,8 @@ GROUPED_AT_A_TIME = 30
 """How many columns are grouped in one pass."""
 SKETCH_ERROR = 0.03
 """By how much a ratio of two approximate counts may differ from 1 without meaning it."""
+BLOCK = 256
+"""Rows that are in the same half."""
 FEWEST_SEEN = 5
 """Rows of a value in a sample that tell on how many days it occurs."""
 Counts = npt.NDArray[np.float64]
@@ -143,29 +145,35 @@ def observe(
     ]
     facts, found_days = _with_values(connection, rows, facts, label), _count_days(connection, rows, label)
     if scale > 1.0:
-        names = [fact.name for fact in facts if not fact.type.endswith("]")]
-        growth = measure_growth(connection, rows, names)
-        facts = [_scaled(fact, scale, growth.get(fact.name, 0.0)) for fact in facts]
+        growth = measure_growth(connection, rows, {fact.name: fact.type for fact in facts})
+        facts = [_scaled(fact, scale, growth[fact.name]) for fact in facts]
         found_days = [DayFacts(one.day, round(one.rows * scale), round(one.positives * scale)) for one in found_days]
     return TableFacts(tuple(facts), tuple(found_days), scale)
 
 
-def measure_growth(connection: duckdb.DuckDBPyConnection, rows: Rows, names: Sequence[str]) -> dict[str, float]:
+def measure_growth(connection: duckdb.DuckDBPyConnection, rows: Rows, types: Mapping[str, str]) -> dict[str, float]:
     """Returns column -> the exponent with which its distinct values grow with the rows, by half of them and all.
 
+    The half is every other block: neighbours may share a value, such as a session, that no others have.
+
+    Args:
+        types: Column -> its DuckDB type. Of lists, items are counted.
     Source:
         Heaps' law: n rows have K * n ** exponent distinct values; ids whose frequencies fall by a power law follow it.
     """
+    plain = [name for name, kind in types.items() if not kind.endswith("]")]
+    parts = [plain[start : start + AT_A_TIME] for start in range(0, len(plain), AT_A_TIME)]
     found: dict[str, float] = {}
-    for start in range(0, len(names), AT_A_TIME):
-        part = names[start : start + AT_A_TIME]
+    for part in [*parts, *([name] for name in types if name not in plain)]:
+        listed = ", ".join(f"unnest({quote(name)})" if types[name].endswith("]") else quote(name) for name in part)
+        columns = ", ".join(f"__c{place}" for place in range(len(part)))
+        numbered = f"(SELECT {', '.join(map(quote, part))}, row_number() OVER () AS __nth FROM {rows(part)})"
         counts = ", ".join(
-            f"approx_count_distinct({quote(name)}) FILTER (__nth % 2 = 0), approx_count_distinct({quote(name)})"
-            for name in part
+            f"approx_count_distinct(__c{place}) FILTER (__nth // {BLOCK} % 2 = 0), approx_count_distinct(__c{place})"
+            for place in range(len(part))
         )
-        listed = ", ".join(map(quote, part))
-        numbered = f"(SELECT {listed}, row_number() OVER () AS __nth FROM {rows(part)})"
-        (row,) = connection.sql(f"SELECT {counts} FROM {numbered}").fetchall()
+        query = f"SELECT {counts} FROM (SELECT {listed}, __nth FROM {numbered}) AS t({columns}, __nth)"
+        (row,) = connection.sql(query).fetchall()
         for name, half, whole in zip(part, row[::2], row[1::2], strict=True):
             found[name] = min(1.0, math.log2(max(1.0, whole / max(1, half) - SKETCH_ERROR)))
     return found

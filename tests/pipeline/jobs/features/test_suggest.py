@@ -130,7 +130,7 @@ def test_tuned_values_win(seen):
 
 
 def many_days(folder: Path) -> pa.Table:
-    """60,000 rows of 30 days: few users, ids whose number grows, ids of one row each, a number and a time."""
+    """60,000 rows of 30 days: few users, ids whose number grows, lists, ids of one row each, a number and a time."""
     draw, rows = np.random.default_rng(5), 60_000
     at = np.datetime64("2025-01-01T00:00:00", "us") + np.sort(draw.integers(0, 30 * 86_400, rows)).astype("m8[s]")
     made = pa.table(
@@ -138,6 +138,7 @@ def many_days(folder: Path) -> pa.Table:
             "label": draw.integers(0, 2, rows),
             "cat_user": draw.integers(0, 400, rows),
             "cat_item": draw.zipf(1.5, rows) % 1_000_000,
+            "liked": [list(items) for items in draw.integers(0, 900, (rows, 2)).tolist()],
             "request": [f"r{n}" for n in range(rows)],
             "price": draw.gamma(2.0, 10.0, rows),
             "shown_at": pa.array(at),
@@ -163,7 +164,7 @@ def test_a_part_of_many_rows_gives_the_same_config(tmp_path, monkeypatch, stored
     whole = module.look(job, not stored)
     for place in (module, sample):
         monkeypatch.setattr(place, "FEWEST_ROWS", 10)
-    monkeypatch.setattr(module, "VALUES", 6 * 4_000)
+    monkeypatch.setattr(module, "VALUES", 7 * 4_000)
     part = module.look(job, not stored)
     (note,) = part.notes
     assert re.fullmatch(r"looked at [34],\d+ rows, spread over about 60,\d+: counts are estimates", note)
