@@ -70,7 +70,7 @@ def measure(rows: int) -> dict[str, float]:
             "finish": seconds - result["train"]["seconds"],
             "again": again,
             "anonymous_gb": anonymous / 1e9,
-            "disk_gb": sum(_bytes_by_file(home).values()) / 1e9,
+            "disk_gb": sum(bytes_by_file(home).values()) / 1e9,
             "serve": _serve(home, result["model"]["name"]),
         }
 
@@ -101,7 +101,7 @@ def _train(config: Path) -> tuple[float, int, dict[str, Any]]:
     return time.perf_counter() - begun, most[0], json.loads(out.strip().splitlines()[-1])
 
 
-def _bytes_by_file(folder: Path) -> dict[int, int]:
+def bytes_by_file(folder: Path) -> dict[int, int]:
     """Returns inode -> bytes on disk, so that a linked file counts once."""
     found = (path.stat() for path in folder.rglob("*") if path.is_file())
     return {one.st_ino: one.st_blocks * 512 for one in found}

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 
-from benchmarks import layout, warehouse
+from benchmarks import layout, model_size, warehouse
 from benchmarks.machine import machine
 
 
@@ -51,3 +51,17 @@ def test_many_columns_and_days(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(figures["seconds"]) == 7
     assert all(one["seconds"] > 0 and 0 <= one["pyiceberg"] <= 1 for one in figures["seconds"].values())
     assert "| plan of one day |" in warehouse.as_size_table(figures)
+
+
+def test_a_table_made_from_metadata(capfd: pytest.CaptureFixture[str]) -> None:
+    warehouse.main(["--files", "400", "--rounds", "1"])
+    text = capfd.readouterr().out
+    assert text.startswith("| 400 files | seconds |\n")
+    assert text.count("\n| ") == 6
+
+
+def test_a_file_with_two_names_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(8_192))
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    (tmp_path / "c").write_bytes(bytes(8_192))
+    assert len(model_size.bytes_by_file(tmp_path)) == 2
