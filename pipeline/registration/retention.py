@@ -67,15 +67,19 @@ def remove_version(tracker: Tracker, version: ModelVersion, others: Sequence[Mod
 
 
 def list_old_runs(tracker: Tracker, spared: Collection[str], before: datetime.datetime) -> Iterator[Run]:
-    """Yields runs of our commands that ended before a moment, including deleted ones. Leaves out other runs.
+    """Yields runs of our commands that ended before a moment. Leaves out other runs.
+
+    Of a database, those are among them that are marked as deleted: `remove_run` erases them. A server keeps such runs
+    until its own `mlflow gc`.
 
     Args:
         spared: Ids of runs that stay.
     """
     query = f"attributes.end_time < {int(before.timestamp() * 1e3)} AND tags.`mlflow.source.name` LIKE 'flows.%'"
+    view = ViewType.ACTIVE_ONLY if tracker.uri.startswith("http") else ViewType.ALL
     token: str | None = None
     while token != "":
-        page = tracker.client.search_runs([tracker.experiment_id], query, ViewType.ALL, PAGE, page_token=token)
+        page = tracker.client.search_runs([tracker.experiment_id], query, view, PAGE, page_token=token)
         yield from (run for run in page if run.info.run_id not in spared and run.info.status != "RUNNING")
         token = page.token or ""
 
@@ -83,7 +87,8 @@ def list_old_runs(tracker: Tracker, spared: Collection[str], before: datetime.da
 def remove_run(tracker: Tracker, run: Run) -> None:
     """Removes a run and its files. A server only marks it as deleted. Its `mlflow gc` removes the rest."""
     run_id = run.info.run_id
+    # Files first: a server's run that is marked as deleted is not found again.
+    get_artifact_repository(run.info.artifact_uri, tracking_uri=tracker.uri).delete_artifacts()
     if run.info.lifecycle_stage == "active":
         tracker.client.delete_run(run_id)
-    get_artifact_repository(run.info.artifact_uri, tracking_uri=tracker.uri).delete_artifacts()
     erase_run(tracker.client, run_id)
