@@ -48,7 +48,7 @@ class Usage(BaseModel, frozen=True):
     """Lineage of a table's columns."""
 
     runs: tuple[Run, ...] = ()
-    """Newest first."""
+    """The newest ones, newest first."""
     versions: tuple[Version, ...] = ()
 
     def runs_of(self, column: str) -> list[Run]:

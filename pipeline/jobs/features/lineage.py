@@ -1,7 +1,7 @@
 """Finds which runs and versions read which columns of a table, from the plans that MLflow stores."""
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,20 @@ from mlflow.exceptions import MlflowException
 from pipeline.catalog.usage import ColumnImportance, Run, Usage, Version, importance_by_column
 from pipeline.errors import RegistryError
 from pipeline.jobs.training.job import PLAN
-from pipeline.registration.aliases import list_versions
+from pipeline.registration.retention import list_all_versions
 from pipeline.registration.tracking import FEATURES, Tracker, is_not_found
 from pipeline.transforms.plan.plan import Plan
 
+MOST_RUNS = 1_000
+"""Newest runs that are looked at."""
+PLAN_HASH = "plan_hash"
+"""Tag of runs and of the versions that they made."""
 MEASURED_RUNS = 20
 """Most runs whose feature importance is read, the newest finished ones."""
 
 
 def load_usage(tracker: Tracker, model: str) -> Usage:
-    """Returns runs of the experiment and versions of the model with their columns. Leaves out runs without a plan.
+    """Returns the newest runs of the experiment and all versions of the model with their columns, if they have a plan.
 
     Args:
         model: Name in the registry.
@@ -30,7 +34,7 @@ def load_usage(tracker: Tracker, model: str) -> Usage:
     plans = _Plans(tracker)
     runs, measured = [], 0
     for run in _load_runs(tracker):
-        plan = plans.load(run)
+        plan = plans.load(run.data.tags, str(run.info.run_id))
         if plan is None:
             continue
         importance: dict[str, ColumnImportance] = {}
@@ -58,42 +62,41 @@ class _Plans:
         self.tracker = tracker
         self.known: dict[str, Plan | None] = {}
 
-    def load(self, run: MlflowRun) -> Plan | None:
-        """Returns the plan of a run; None for a run that trained nothing."""
-        key = run.data.tags.get("plan_hash")
+    def load(self, tags: Mapping[str, str], run_id: str) -> Plan | None:
+        """Returns the plan of a run; None for a run that trained nothing.
+
+        Args:
+            tags: Of the run, or of the version that it made.
+        """
+        key = tags.get(PLAN_HASH)
         if key is None:
             return None
         if self.known.get(key) is None:
             # None also for a plan of other software.
-            self.known[key] = _read(partial(self.tracker.read_record, str(run.info.run_id), PLAN, Plan))
+            self.known[key] = _read(partial(self.tracker.read_record, run_id, PLAN, Plan))
         return self.known[key]
 
 
 def _load_runs(tracker: Tracker) -> list[MlflowRun]:
-    """Returns all runs of the experiment, the newest first."""
-    found: list[MlflowRun] = []
-    token: str | None = None
-    while True:
-        order = ["attributes.start_time DESC"]
-        some = tracker.client.search_runs([tracker.experiment_id], order_by=order, page_token=token)
-        found += some
-        token = some.token
-        if not token:
-            return found
+    """Returns the newest runs of the experiment, the newest first."""
+    order = ["attributes.start_time DESC"]
+    return list(tracker.client.search_runs([tracker.experiment_id], max_results=MOST_RUNS, order_by=order))
 
 
 def _load_versions(tracker: Tracker, model: str, plans: _Plans) -> list[Version]:
-    numbers = list_versions(tracker, model)
-    if not numbers:
+    every = list_all_versions(tracker, model)
+    if not every:
         return []
     aliases: dict[int, list[str]] = {}
     for alias, number in tracker.client.get_registered_model(model).aliases.items():
         aliases.setdefault(int(number), []).append(alias)
     found = []
-    for number in numbers:
-        version = tracker.get_version(model, str(number))
-        run = None if version is None else _read(partial(tracker.client.get_run, str(version.run_id)))
-        plan = plans.load(run) if run is not None else None
+    for one in every:
+        tags, number = one.tags, int(one.version)
+        if PLAN_HASH not in tags:  # registered by hand
+            run = _read(partial(tracker.client.get_run, str(one.run_id)))
+            tags = {} if run is None else run.data.tags
+        plan = plans.load(tags, str(one.run_id))
         if plan is not None:
             named = tuple(sorted(aliases.get(number, ())))
             found.append(Version(model=model, version=number, aliases=named, columns=frozenset(plan.columns)))
