@@ -60,7 +60,7 @@ class DayStates(NamedTuple):
     """Days of the newest snapshot that have all their files in full, from any writer."""
 
 
-class StoredDay(NamedTuple):
+class DaySummary(NamedTuple):
     """What is asked of a day's files again and again."""
 
     rows: int
@@ -314,7 +314,7 @@ class Warehouse:
             refuse_mixed(one)
         return {day: [one.file for one in files] for day, files in found.items()}
 
-    def _days(self, reference: SnapshotRef) -> Mapping[datetime.date, StoredDay]:
+    def _days(self, reference: SnapshotRef) -> Mapping[datetime.date, DaySummary]:
         """Returns the days of a snapshot that have a row left, in order.
 
         They are remembered also where the list of all files would take too much memory, so that a command lists them
@@ -322,12 +322,12 @@ class Warehouse:
         """
         table = self.table(reference.table)
         key = ("days", table.metadata.table_uuid, reference.snapshot_id, rule_of(table, reference).signature)
-        found: dict[datetime.date, StoredDay] | None = self.cache.find(key)
+        found: dict[datetime.date, DaySummary] | None = self.cache.find(key)
         if found is not None:
             return found
         left_out, files = self.left_out(reference), self._files(reference)
         found = {
-            day: StoredDay(
+            day: DaySummary(
                 rows=sum(left_out.estimate_left(one.rows, one.file.record_count) for one in several),
                 name=_name_of(several),
                 paths=hash_paths([one.file.file_path for one in several]),
@@ -404,7 +404,7 @@ def refuse_mixed(found: DayFile) -> None:
         )  # fmt: skip
 
 
-def _are_whole(io: FileIO, sizes: Mapping[str, int], day: StoredDay) -> bool:
+def _are_whole(io: FileIO, sizes: Mapping[str, int], day: DaySummary) -> bool:
     """Tells whether files have the sizes they were written with, without reading them.
 
     Args:
