@@ -7,6 +7,7 @@ simulated disk, and its registry is behind a simulated network. Training and eva
 import datetime
 import os
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -36,7 +37,7 @@ from pipeline.registration import aliases, register, retention, tracking
 from pipeline.registration.aliases import CHAMPION, ROLLBACKS, find_holder, move_alias, rollback
 from pipeline.registration.tracking import Tracker, is_unreachable
 from pipeline.registration.versions import IDENTITY, find_versions, is_intact
-from storage.artifacts import write_text
+from storage.artifacts import atomic_file, write_text
 from tests.simulation import disk, server
 from tests.simulation.disk import Disk
 from tests.simulation.outcome import Outcome, scratch
@@ -141,8 +142,8 @@ class Run:
         folder = register.pack(Path(work.folder) / "model", weights, plan, model, schema)
         return folder, [0.5], 1e-6
 
-    def log_model(self, artifacts: dict[str, str], **_: Any) -> Any:
-        """Takes the files of a packed model."""
+    def log_model(self, _: None, flavor: Any, artifacts: dict[str, str], **__: Any) -> Any:
+        """Takes the files of a packed model but for the weights."""
         folder = Path(artifacts["model"])
         files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
         number = self.server.call("log_model", lambda: self.server._log_model(files))
@@ -296,8 +297,13 @@ def simulated(run: Run) -> Iterator[None]:
     loaded = SimpleNamespace(predict=lambda frame: pd.DataFrame({"probability": [0.5] * len(frame)}))
     library = SimpleNamespace(
         start_run=lambda run_id: nullcontext(),
-        pyfunc=SimpleNamespace(log_model=run.log_model, load_model=lambda address, model_config: loaded),
+        pyfunc=SimpleNamespace(load_model=lambda address, model_config: loaded),
     )
+
+    def copy(source: Path, target: Path) -> None:
+        """Stands for `link_or_copy` on a filesystem without links, which the disk does not play."""
+        with atomic_file(target) as temporary:
+            shutil.copyfile(source, temporary)
 
     def repository(place: str, tracking_uri: str) -> Any:
         return SimpleNamespace(
@@ -318,6 +324,7 @@ def simulated(run: Run) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (register, "mlflow", library), (register, "_requirements", list), (tracking, "os", own),
+            (register, "Model", SimpleNamespace(log=run.log_model)), (register, "link_or_copy", copy),
             (tracking, "_lives", lambda tags: tags["dlrm.pid"] == str(process())),
             (tracking, "SystemMetricsMonitor", Monitor),
             (mlflow.artifacts, "download_artifacts", run.server.download_model),

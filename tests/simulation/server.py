@@ -118,6 +118,12 @@ class Server:
         self.logged[number] = dict(files)
         return number
 
+    def _log_model_artifact(self, number: str, path: str, _: str) -> None:
+        self.logged[number][Path(path).name] = Path(path).read_bytes()
+
+    def _get_model_version_download_uri(self, name: str, version: str) -> str:
+        return f"sim://{self._get_model_version(name, version).model_id}"
+
     def _create_registered_model(self, name: str) -> None:
         if name in self.models:
             raise MlflowException("exists", RESOURCE_ALREADY_EXISTS)
