@@ -71,8 +71,9 @@ def fetch_packed(tracker: Tracker, name: str, version: int, folder: Path) -> tup
 
     The 300 files of code that MLflow's own server needs stay where they are.
     """
-    where, packed, hashes = _registered(tracker, name, version, folder / PACKED)
+    where, hashes, _ = _registered(tracker, name, version)
     download_part(tracker, name, version, PACKED, folder)
+    packed = folder / PACKED
     check_files(where, packed, {file: digest for file, digest in hashes.items() if file != WEIGHTS})
     return packed, partial(check_files, where, packed, hashes)
 
@@ -83,8 +84,7 @@ def download_part(tracker: Tracker, name: str, version: int, path: str, folder: 
     Files of a registry on this filesystem are linked.
     """
     if (place := local_path(tracker.client.get_model_version_download_uri(name, str(version)))) is not None:
-        found = [place / path, *(place / path).rglob("*")]
-        for source in found:
+        for source in (place / path, *(place / path).rglob("*")):
             if source.is_file():
                 link_or_copy(source, folder / source.relative_to(place))
         return
@@ -107,10 +107,10 @@ def local_path(address: str) -> Path | None:
     return path if parts.scheme in ("", "file") and path.is_dir() else None
 
 
-def _registered(tracker: Tracker, name: str, version: int, folder: Path) -> tuple[str, Path, dict[str, str]]:
-    """Returns the arguments of `check_files` for a version whose files are in `folder`."""
-    where = f"model '{name}', version {version}"
-    return where, folder, _read_hashes(tracker.client.get_model_version(name, str(version)).tags.get(FILES), where)
+def _registered(tracker: Tracker, name: str, version: int) -> tuple[str, dict[str, str], Any]:
+    """Returns a version in words, the hashes of its files, and what MLflow has of it."""
+    where, known = f"model '{name}', version {version}", tracker.client.get_model_version(name, str(version))
+    return where, _read_hashes(known.tags.get(FILES), where), known
 
 
 def _read_hashes(tag: str | None, where: str) -> dict[str, str]:
@@ -159,20 +159,20 @@ def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:
 
     Weights on this machine with the size and a time of the registration are not read. Who loads them reads them.
     """
-    with ScratchFolder("dlrm-model-") as temporary:
-        try:
-            tracker.load_result(run_id)
-            place = local_path(tracker.client.get_model_version_download_uri(name, str(version)))
-            if place is not None:  # nothing is copied, whatever filesystem has temporary files
-                where, packed, hashes = _registered(tracker, name, version, place / PACKED)
-                known = tracker.client.get_model_version(name, str(version))
-                check_files(where, packed, {file: hashes[file] for file in hashes if not _is_old(packed / file, known)})
-            else:
+    try:
+        tracker.load_result(run_id)
+        place = local_path(tracker.client.get_model_version_download_uri(name, str(version)))
+        if place is None:
+            with ScratchFolder("dlrm-model-") as temporary:
                 download_packed(tracker, name, version, Path(temporary))
-        except (MlflowException, RegistryError, OSError, ValueError) as error:  # ValueError: invalid JSON
-            if is_unreachable(error) or is_disk_error(error):
-                raise
-            return False
+        else:
+            where, hashes, known = _registered(tracker, name, version)
+            read = {file: hashes[file] for file in hashes if not _is_old(place / PACKED / file, known)}
+            check_files(where, place / PACKED, read)
+    except (MlflowException, RegistryError, OSError, ValueError) as error:  # ValueError: invalid JSON
+        if is_unreachable(error) or is_disk_error(error):
+            raise
+        return False
     return True
 
 

@@ -52,6 +52,19 @@ def find_maps(table: Table, names: Iterable[str]) -> dict[str, str]:
     return {name: str(schema.find_column_name(key.field)) for name, key in keys.items()}
 
 
+def spread(items: Sequence[F], most: int) -> list[F]:
+    """Returns at most so many of the items, evenly spread from the first to the last one.
+
+    Example:
+        >>> spread("abcdefg", 3)
+        ['a', 'd', 'g']
+    """
+    last = len(items) - 1
+    if last < most:
+        return list(items)
+    return [items[round(last * number / max(1, most - 1))] for number in range(most)]
+
+
 class Footers:
     """The footers of a snapshot's data files. Columns are matched by field id, as in reading."""
 
@@ -74,7 +87,7 @@ class Footers:
         sums: dict[str, int] = {}
         first: dict[str, datetime.date] = {}
         every = self._files(days)
-        files = _spread(every, most_files)
+        files = spread(every, most_files)
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
             for (day, _), found in zip(files, pool.map(lambda file: self._bytes(file[1]), files), strict=True):
                 for name, size in found.items():
@@ -93,7 +106,7 @@ class Footers:
         that are too small to hold much more than nulls. Unreadable files are skipped.
         """
         files = self._files(days)
-        chosen = _spread(files, most_files)
+        chosen = spread(files, most_files)
         left = list(dict.fromkeys(columns))
         searched = 0
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
@@ -154,7 +167,3 @@ class Footers:
             name = names.get(stored)
             if name is not None:
                 yield leaf, name, stored
-
-
-def _spread(files: Sequence[F], most: int) -> Sequence[F]:
-    return files if len(files) <= most else files[:: -(-len(files) // most)]

@@ -1,6 +1,7 @@
 """A file is the old one or the new one, never a half-written one."""
 
 import datetime
+import errno
 import hashlib
 import json
 import os
@@ -11,7 +12,17 @@ import pytest
 from pydantic import BaseModel
 
 from storage import artifacts
-from storage.artifacts import atomic_file, inside, read_note, read_values, seal_folder, sha256, write_json, write_text
+from storage.artifacts import (
+    atomic_file,
+    inside,
+    link_or_copy,
+    read_note,
+    read_values,
+    seal_folder,
+    sha256,
+    write_json,
+    write_text,
+)
 from storage.errors import StorageError
 
 
@@ -120,6 +131,21 @@ def test_json_is_sorted_and_readable(tmp_path: Path) -> None:
 def test_sha256_is_that_of_the_content(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 300_000)
     assert sha256(tmp_path / "a") == hashlib.sha256(b"x" * 300_000).hexdigest()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_gets_a_second_name_or_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if not links:
+        monkeypatch.setattr("storage.artifacts.os.link", refuse)
+    (tmp_path / "a").write_bytes(b"weights")
+    link_or_copy(tmp_path / "a", tmp_path / "new" / "b")
+    assert (tmp_path / "new" / "b").read_bytes() == b"weights"
+    assert (tmp_path / "new" / "b").samefile(tmp_path / "a") == links
+    (tmp_path / "a").unlink()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["b"]
 
 
 def test_a_secret_file_is_one_before_it_has_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

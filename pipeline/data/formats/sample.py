@@ -5,16 +5,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.formats.csv import CODECS
 from pipeline.data.formats.files import SourceFile, address_of, stamp
+from storage.layout.columns import spread
 from storage.names import Format
 from storage.objects import open_file
 
-T = TypeVar("T")
 MOST_FILES = 512
 """Files that are opened, evenly spread over all."""
 DECODED = 10
@@ -48,25 +49,14 @@ class Sample(NamedTuple):
     """Rows of all files for each row of the sample, about."""
 
 
-def spread(items: Sequence[T], most: int) -> list[T]:
-    """Returns at most so many of the items, evenly spread from the first to the last one.
-
-    Example:
-        >>> spread("abcdefg", 3)
-        ['a', 'd', 'g']
-    """
-    last = len(items) - 1
-    if last < most:
-        return list(items)
-    return [items[round(last * number / max(1, most - 1))] for number in range(most)]
-
-
 def choose_sample(
     forms: Mapping[SourceFile, Format], values: int, properties: Mapping[str, str] = MappingProxyType({})
 ) -> Sample | None:
-    """Chooses a part of files with about so many values. None: all is not much more, or the files are of many formats.
+    """Chooses a part of files with about so many values. None: all files are to be read as a whole.
 
-    Rows of Parquet are spread over all row groups. Of a file of text only the start can be read alone.
+    That is so if there is not much more, if they are of several formats, or if a footer cannot be read: who reads the
+    file says what is wrong with it. Rows of Parquet are spread over all row groups. Of text the start is read: no other
+    part can be read alone.
 
     Args:
         forms: File -> format, not auto. In their order.
@@ -92,13 +82,16 @@ def choose_sample(
 
 def _length(file: SourceFile) -> int:
     """How many bytes of text a byte of the file stands for, about."""
-    return PACKED if file.name.rpartition(".")[2].lower() in ("gz", "zst", "bz2") else 1
+    return PACKED if file.name.rpartition(".")[2].lower() in CODECS else 1
 
 
 def _of_groups(files: Sequence[SourceFile], values: int, properties: Mapping[str, str]) -> Sample | None:
     opened = spread(files, MOST_FILES)
-    with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-        footers = list(pool.map(lambda file: _read_footer(file, properties), opened))
+    try:
+        with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
+            footers = list(pool.map(lambda file: _read_footer(file, properties), opened))
+    except (pa.ArrowException, OSError):
+        return None
     every = [
         (file, number, footer.row_group(number).num_rows)
         for file, footer in zip(opened, footers, strict=True)
@@ -132,7 +125,7 @@ def copy_groups(file: SourceFile, part: Part, copy: Path, properties: Mapping[st
     rows = 0
     with (
         open_file(address_of(file), properties) as opened,
-        pq.ParquetFile(opened) as stored,
+        pq.ParquetFile(opened, coerce_int96_timestamp_unit="us") as stored,  # as DuckDB reads them
         pq.ParquetWriter(copy, stored.schema_arrow, compression="lz4") as writer,
     ):
         for number in part.groups:

@@ -20,7 +20,7 @@ from pipeline.config import load
 from pipeline.config.draft import Draft, load_draft
 from pipeline.config.files import ROOT
 from pipeline.config.run import check_name
-from pipeline.data.formats.sample import DECODED, FEWEST_ROWS, spread
+from pipeline.data.formats.sample import DECODED, FEWEST_ROWS
 from pipeline.data.formats.types import FILE, ROW
 from pipeline.data.profile import Rows, stored_rows, types_of
 from pipeline.errors import ConfigError, DataError
@@ -38,6 +38,7 @@ from pipeline.suggestion.write import describe_ignored, history_log, history_pat
 from pipeline.training.config import SPANS, TrainConfig
 from pipeline.transforms.schema import unknown_column
 from storage.artifacts import write_text
+from storage.layout.columns import spread
 from storage.names import NAME
 from storage.query import column_types, connect, quote
 from storage.reader import DAY, Fragment, SnapshotReader

@@ -122,6 +122,6 @@ def score_days(
 
 
 def _load_model(tracker: Tracker, name: str, version: int, temporary: Path) -> LoadedModel:
-    """Loads a version's model into memory. The downloaded files are deleted afterwards."""
+    """Loads a version's model. The fetched files are deleted afterwards; its tables stay mapped."""
     with ScratchFolder("score-", temporary) as folder:
         return LoadedModel(download_packed(tracker, name, version, Path(folder)))

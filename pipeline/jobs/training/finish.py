@@ -283,7 +283,8 @@ def evaluate_again(workspace: Workspace, job: TrainingJob) -> dict[str, Any]:
     tracker, name, log = workspace.tracking, workspace.config.model_name, workspace.console.log
     log.info("%s version %s is the same training; its evaluation has other settings or rows now", name, version)
     features: tuple[FeatureImportance, ...] = ()
-    with ScratchFolder("dlrm-model-") as temporary, workspace.console.progress() as progress:
+    place = workspace.home / "tmp"  # near the registry: its weights are linked
+    with ScratchFolder("dlrm-model-", place) as temporary, workspace.console.progress() as progress:
         model = download_packed(tracker, name, version, Path(temporary))
         test = job.data["test"].model_copy(update={"plan": plan_of(model)})
         report = evaluate_model(workspace, test, job.rows["test"], model, progress)

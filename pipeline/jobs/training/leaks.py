@@ -11,6 +11,7 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.scorer import plan_of
 from pipeline.transforms.column import concatenate
+from storage.layout.columns import spread
 from storage.warehouse import Warehouse
 
 ROWS = 16_384
@@ -28,8 +29,7 @@ def find_leaks(warehouse: Warehouse, spec: DataSpec, model: Path, names: Mapping
         names: Column of the model -> its name in the rows, where that is another.
     """
     plan, worker = plan_of(model), Worker(spec, warehouse)
-    every = worker.fragments()
-    fragments = every[:: -(-len(every) // MOST_FRAGMENTS) or 1]
+    fragments = spread(worker.fragments(), MOST_FRAGMENTS)
     parts, labels = [], []
     for fragment in fragments:
         rows = worker.read_selected(fragment)

@@ -1,9 +1,11 @@
 """Removes what daily work leaves behind: run folders, versions, MLflow runs, snapshots, temporary files."""
 
 import datetime
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -307,19 +309,24 @@ def _before(days: float) -> datetime.datetime:
 
 def _changed(path: Path) -> datetime.datetime:
     """Returns when a file, or the newest file in a folder, was last changed."""
-    newest = max((_stat(one, lambda status: status.st_mtime) for one in (path, *path.rglob("*"))), default=0.0)
+    newest = max((status.st_mtime for status in _stat(path)), default=0.0)
     return datetime.datetime.fromtimestamp(newest, datetime.UTC)
 
 
 def _size(path: Path) -> int:
-    return int(sum(_stat(one, lambda status: status.st_size) for one in (path, *path.rglob("*")) if one.is_file()))
+    """Returns the bytes that a file or folder frees. A file that has another name elsewhere stays."""
+    names: dict[int, list[os.stat_result]] = {}
+    for status in _stat(path):
+        if stat.S_ISREG(status.st_mode):
+            names.setdefault(status.st_ino, []).append(status)
+    return sum(found[0].st_size for found in names.values() if found[0].st_nlink <= len(found))
 
 
-def _stat(path: Path, read: Callable[[Any], float]) -> float:
-    try:
-        return read(path.lstat())
-    except FileNotFoundError:  # removed meanwhile
-        return 0.0
+def _stat(path: Path) -> Iterator[os.stat_result]:
+    """Yields the status of a file, or of a folder and all in it."""
+    for one in (path, *path.rglob("*")):
+        with suppress(FileNotFoundError):  # removed meanwhile
+            yield one.lstat()
 
 
 def _summarize(kind: str, names: list[str], size: int = 0) -> Removed:

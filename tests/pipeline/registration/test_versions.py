@@ -1,7 +1,10 @@
 """What is fetched from the registry is what was registered, or it is refused."""
 
 import json
+import os
+import shutil
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +15,7 @@ import pytest
 from mlflow.pyfunc import PythonModelContext
 
 from pipeline.errors import AccessError, RegistryError, TrackingError
+from pipeline.registration import versions
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.scorer import Scorer
 from pipeline.registration.tracking import RESULT, Tracker, reporting_unreachable
@@ -21,12 +25,15 @@ from pipeline.registration.versions import (
     HASHES,
     MODEL,
     PLAN,
+    SIZE,
     WEIGHTS,
+    check_files,
     download_packed,
     download_part,
     hash_files,
     is_intact,
 )
+from storage.artifacts import link_or_copy
 
 CONTENTS = {MODEL: b"{}", PLAN: b"[]", WEIGHTS: bytes(range(256))}
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -63,6 +70,53 @@ def test_a_whole_version_is_fetched(registry, packed, tmp_path):
     tracker, version = registry({FILES: json.dumps(hash_files(packed))})
     folder = download_packed(tracker, "m", version, tmp_path / "fetched")
     assert {name: (folder / name).read_bytes() for name in CONTENTS} == CONTENTS
+
+
+def test_a_version_of_this_machine_is_linked_and_outlives_its_removal(registry, packed, tmp_path):
+    tracker, version = registry({FILES: json.dumps(hash_files(packed))})
+    folder = download_packed(tracker, "m", version, tmp_path / "fetched")
+    assert (folder / WEIGHTS).samefile(packed / WEIGHTS)
+    shutil.rmtree(tmp_path / "stored")
+    assert (folder / WEIGHTS).read_bytes() == CONTENTS[WEIGHTS]
+
+
+def test_a_file_is_read_once_under_all_its_names_until_it_changes(packed, tmp_path, monkeypatch):
+    read, plain = list[str](), versions.sha256
+    monkeypatch.setattr(versions, "sha256", lambda path: read.append(path.name) or plain(path))
+    settle(packed)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in CONTENTS:
+        link_or_copy(packed / name, other / name)
+    hashes = hash_files(packed)
+    assert hash_files(other) == hashes
+    assert read == [MODEL, PLAN, WEIGHTS]
+    for _ in range(2):  # of the same size, and read each time while its time may stay the same
+        HARMS["a flipped bit"][0](packed)
+        with pytest.raises(RegistryError, match="another weights"):
+            check_files("model", other, hashes)
+    assert read == [MODEL, PLAN, WEIGHTS, WEIGHTS, WEIGHTS]
+
+
+def settle(packed: Path) -> None:
+    """Makes the files as old as those of yesterday's training."""
+    for name in CONTENTS:
+        os.utime(packed / name, (time.time() - 86_400,) * 2)
+
+
+@pytest.mark.parametrize("harm", [None, *HARMS])
+def test_a_version_is_intact_if_its_files_are_those_of_the_registration(registry, packed, monkeypatch, harm):
+    """Weights that nobody has written since are not read: a training with nothing to do would read them each night."""
+    settle(packed)
+    tracker, version = registry({FILES: json.dumps(hash_files(packed)), SIZE: f"{len(CONTENTS[WEIGHTS])}"})
+    run_id = tracker.start("r", {}, {}, None)
+    tracker.log_json(run_id, {"status": "ok"}, RESULT)
+    read, plain = list[str](), versions._hash
+    monkeypatch.setattr(versions, "_hash", lambda path: read.append(path.name) or plain(path))
+    if harm is not None:
+        HARMS[harm][0](packed)
+    assert is_intact(tracker, "m", version, run_id) == (harm is None)
+    assert (WEIGHTS in read) == (harm == "a flipped bit")
 
 
 def test_the_code_of_a_version_is_not_fetched(registry, packed, tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlflow.exceptions import MlflowException
 
-from pipeline.jobs.upkeep.clean import SCORES, clean
+from pipeline.jobs.upkeep.clean import SCORES, _size, clean
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.cache.entries import RowColumn
 from pipeline.preprocessing.cache.store import COLUMNS, ColumnStore
@@ -30,6 +30,18 @@ EVERYTHING = {
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
     return tmp_path
+
+
+def test_only_what_removal_frees_counts(tmp_path: Path) -> None:
+    """The weights of a run have a second name in its folder, and a third one in the registry."""
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "weights").write_bytes(bytes(1_000))
+    (tmp_path / "run" / "model" / "weights").hardlink_to(tmp_path / "run" / "weights")
+    (tmp_path / "run" / "log").write_bytes(bytes(10))
+    assert _size(tmp_path / "run") == 1_010
+    (tmp_path / "registered").hardlink_to(tmp_path / "run" / "weights")
+    assert (_size(tmp_path / "run"), _size(tmp_path / "registered")) == (10, 0)
+    assert _size(tmp_path / "gone") == 0
 
 
 def open_(**keys: Any) -> Workspace:
