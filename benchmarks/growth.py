@@ -26,7 +26,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from benchmarks.machine import ROOT, describe_machine, machine, say
+from benchmarks.machine import ROOT, as_table, describe_machine, machine, say
 
 KINDS = {
     "logs": "parquet",
@@ -59,7 +59,11 @@ def main(words: Sequence[str]) -> None:
     if chosen.commands:
         seconds = _compare_commands(chosen.days, chosen.rows, chosen.rounds)
         figures = {"commands": seconds, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
-        print(json.dumps(figures) if chosen.json else _as_command_text(figures))
+        table = {
+            name: {f"{count:,} days, s": round(value, 2) for count, value in one.items()}
+            for name, one in seconds.items()
+        }
+        print(json.dumps(figures) if chosen.json else as_table("command", table, figures))
         return
     found = {kind: _compare(kind, chosen.days, chosen.rows, chosen.rounds) for kind in chosen.kinds}
     figures = {"kinds": found, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
@@ -223,16 +227,6 @@ def _write_avro(rows: pa.Table, path: Path) -> None:
     schema = fastavro.parse_schema({"type": "record", "name": "row", "fields": fields})
     with path.open("wb") as stream:
         fastavro.writer(stream, schema, rows.to_pylist(), codec="deflate")
-
-
-def _as_command_text(figures: dict[str, Any]) -> str:
-    days = [*next(iter(figures["commands"].values()))]
-    lines = [f"| command | {' | '.join(f'{count:,} days, s' for count in days)} |", "|---" * (len(days) + 1) + "|"]
-    lines += [
-        f"| {name} | {' | '.join(f'{value:.2f}' for value in found.values())} |"
-        for name, found in figures["commands"].items()
-    ]
-    return "\n".join([*lines, "", describe_machine(figures["machine"])])
 
 
 def _as_text(figures: dict[str, Any]) -> str:

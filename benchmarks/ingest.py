@@ -20,12 +20,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import duckdb
 
 from benchmarks.growth import KINDS, PACKAGES, Source
-from benchmarks.machine import describe_machine, machine, say
+from benchmarks.machine import as_table, machine, say
 
 READERS = {"parquet": "read_parquet", "csv.gz": "read_csv", "json.gz": "read_json_auto"}
 
@@ -45,7 +44,8 @@ def main(words: Sequence[str]) -> None:
     found = {kind: compare(kind, chosen.days, chosen.rows, chosen.columns, chosen.rounds) for kind in chosen.kinds}
     sizes = {name: getattr(chosen, name) for name in ("days", "rows", "columns", "rounds")}
     figures = {"kinds": found, "machine": machine(PACKAGES)} | sizes
-    print(json.dumps(figures) if chosen.json else _as_text(figures))
+    table = {kind: {name: round(value, 2) for name, value in one.items()} for kind, one in found.items()}
+    print(json.dumps(figures) if chosen.json else as_table("kind", table, figures))
 
 
 def compare(kind: str, days: int, rows: int, columns: int, rounds: int) -> dict[str, float]:
@@ -111,15 +111,6 @@ def _duckdb(source: Source, rows: int) -> float:
     if written != rows:
         raise RuntimeError(f"DuckDB wrote {written} rows of {rows}")
     return seconds
-
-
-def _as_text(figures: dict[str, Any]) -> str:
-    lines = ["| kind | ours, s | theirs, s | ratio |", "|---|---|---|---|"]
-    lines += [
-        f"| {kind} | {one['ours']:.2f} | {one['theirs']:.2f} | {one['ratio']:.2f} |"
-        for kind, one in figures["kinds"].items()
-    ]
-    return "\n".join([*lines, "", describe_machine(figures["machine"])])
 
 
 if __name__ == "__main__":

@@ -37,19 +37,22 @@ def describe_machine(facts: Mapping[str, Any]) -> str:
     return f"{facts['cpu']}, {facts['cores']} cores, load {facts['load']}; commit {facts['commit']}; {versions}"
 
 
-def as_table(kind: str, rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], ending: str) -> str:
-    """Formats figures as a Markdown table, with a line of the summary figures and one of the machine.
+def as_table(
+    kind: str, rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any], ending: str | None = None
+) -> str:
+    """Formats figures as a Markdown table, with a line of the summary figures, if any, and one of the machine.
 
     Args:
         kind: Heading of the first column.
         rows: Name of a row -> column -> number. All have the same columns.
         figures: All figures, `machine` among them.
-        ending: How the names of summary figures end.
+        ending: How the names of summary figures end. None: there are none.
     """
     columns = list(next(iter(rows.values())))
     lines = [f"| {kind} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     lines += [f"| {name} | {' | '.join(f'{one[key]:,}' for key in columns)} |" for name, one in rows.items()]
-    lines.append("\n" + ", ".join(f"{name} {value}" for name, value in figures.items() if name.endswith(ending)))
+    if ending is not None:
+        lines.append("\n" + ", ".join(f"{name} {value}" for name, value in figures.items() if name.endswith(ending)))
     lines.append("\n" + describe_machine(figures["machine"]))
     return "\n".join(lines)
 

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from benchmarks.growth import Source
-from benchmarks.machine import ROOT, describe_machine, machine, say
+from benchmarks.machine import ROOT, as_table, machine, say
 
 PACKAGES = ("torch", "safetensors", "mlflow", "uvicorn")
 DAYS, ROWS, TABLES = 8, 2_000, 4
@@ -51,7 +51,8 @@ def main(words: Sequence[str]) -> None:
             say(f"round {number}, {rows:,} rows: {passes[rows][-1]}")
     found = {rows: {name: median(one[name] for one in many) for name in many[0]} for rows, many in passes.items()}
     figures = {"models": found, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
-    print(json.dumps(figures) if chosen.json else _as_text(figures))
+    table = {f"{rows:,}": {name: round(value, 2) for name, value in one.items()} for rows, one in found.items()}
+    print(json.dumps(figures) if chosen.json else as_table("rows of a table", table, figures))
 
 
 def measure(rows: int) -> dict[str, float]:
@@ -134,16 +135,6 @@ def _started(home: Path, name: str) -> Iterator[tuple[subprocess.Popen[bytes], i
     finally:
         process.send_signal(signal.SIGINT)
         process.wait()
-
-
-def _as_text(figures: dict[str, Any]) -> str:
-    names = [*next(iter(figures["models"].values()))]
-    lines = [f"| rows of a table | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    lines += [
-        f"| {rows:,} | {' | '.join(f'{value:.2f}' for value in one.values())} |"
-        for rows, one in figures["models"].items()
-    ]
-    return "\n".join([*lines, "", describe_machine(figures["machine"])])
 
 
 if __name__ == "__main__":

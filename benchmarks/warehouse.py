@@ -27,7 +27,7 @@ from pyiceberg.table import Table
 from pyiceberg.typedef import Record
 from pyiceberg.types import DateType
 
-from benchmarks.machine import describe_machine, machine, say
+from benchmarks.machine import as_table, describe_machine, machine, say
 from pipeline.data.measurement import measure_days
 from pipeline.data.profile import store
 from storage.config import WarehouseConfig
@@ -56,12 +56,9 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
     if chosen.files:
-        figures = {
-            "files": chosen.files,
-            "seconds": of_files(chosen.files, chosen.rounds),
-            "machine": machine(PACKAGES),
-        }
-        print(json.dumps(figures) if chosen.json else as_files_table(figures))
+        seconds = {what: {"seconds": value} for what, value in of_files(chosen.files, chosen.rounds).items()}
+        figures = {"files": chosen.files, "seconds": seconds, "machine": machine(PACKAGES)}
+        print(json.dumps(figures) if chosen.json else as_table(f"{chosen.files:,} files", seconds, figures))
         return
     if chosen.both:
         columns, days = chosen.both
@@ -174,7 +171,7 @@ def of_files(files: int, rounds: int) -> dict[str, float]:
         reference = warehouse.current(TABLE)
         found["rows of one day"] = _median(rounds, lambda i: fresh().count_rows(reference, [_day(i)]))
         found["commit of a new day"] = _median(rounds, lambda i: write(days + 1 + i))
-    return found | {"peak, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    return found | {"peak, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}
 
 
 def _day(number: int) -> datetime.date:
@@ -288,14 +285,6 @@ def as_size_table(figures: dict[str, Any]) -> str:
     rows = [f"| {what} | {one['seconds']:.3f} | {one['pyiceberg']:.0%} |" for what, one in figures["seconds"].items()]
     head = f"| {columns:,} columns, {days:,} days | seconds | in pyiceberg |"
     return "\n".join([head, "|---|---|---|", *rows, "", describe_machine(figures["machine"])])
-
-
-def as_files_table(figures: dict[str, Any]) -> str:
-    """Formats the figures of `of_files` as a Markdown table."""
-    rows = [f"| {what} | {value:,.2f} |" for what, value in figures["seconds"].items()]
-    return "\n".join(
-        [f"| {figures['files']:,} files | seconds |", "|---|---|", *rows, "", describe_machine(figures["machine"])]
-    )
 
 
 def as_text(figures: dict[str, Any]) -> str:

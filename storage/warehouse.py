@@ -45,7 +45,7 @@ FILES_AT_A_TIME = 16
 """File sizes requested concurrently. On an object store each takes a round trip."""
 MOST_ASKED = 1_000
 """Sizes of more files come from a list of their folder, where a store gives a thousand an answer."""
-FILE_BYTES = 400
+FILE_BYTES = 250
 """Bytes in memory of a file's name and size, about."""
 
 
