@@ -197,7 +197,8 @@ def look(job: DraftJob, files: bool) -> Look:
             ((seen,),) = connection.sql(f"SELECT count(*) FROM {rows([])}").fetchall()
             scale = max(1.0, sum(days.values()) / max(1, seen))
             return _look(draft, connection, rows, types, seen, scale, f"table {draft.name}")
-        source = stack.enter_context(SourceReader(make_context(job), look_at=VALUES))
+        progress = stack.enter_context(job.console.progress())
+        source = stack.enter_context(SourceReader(make_context(job), progress, look_at=VALUES))
         opened = stack.enter_context(source.open(source.files))
         if opened.join is not None:
             opened.join.attribute(opened.view, f"{DAY} IS NOT NULL")
@@ -276,7 +277,11 @@ def adapt_source(job: DraftJob) -> tuple[DraftJob, list[str]]:
     assert source is not None
     keys: dict[str, Any] = {}
     notes: list[str] = []
-    with SourceReader(make_context(job), look_at=VALUES) as reader, reader.open_raw(reader.files) as raw:
+    with (
+        job.console.progress() as progress,
+        SourceReader(make_context(job), progress, look_at=VALUES) as reader,
+        reader.open_raw(reader.files) as raw,
+    ):
         types = column_types(raw.connection, raw.view)
         names = [name for name in types if name not in (FILE, ROW) and not name.startswith("__")]
         if empty := [name for name in names if types[name] == '"NULL"']:
