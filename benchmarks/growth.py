@@ -7,6 +7,8 @@ lines), and a log of events kept as a table. Every figure is the whole command, 
 command with nothing to do on a source of one day: its start. One more day is a new file of each log. Rounds alternate
 between few and many days; each adds a day. Figures are medians, with the files that the command opened.
 
+With `--history`: sorting a log of events for a history, whole and after one more day, of `--rows` events a day.
+
 With `--commands`: a training that is done, `features`, `clean` with nothing to remove, and `score` of one more day, on
 samples with a small model. Whole commands, start included.
 """
@@ -18,15 +20,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from benchmarks.machine import ROOT, as_table, describe_machine, machine, say
+from pipeline.data.joined.sorting import SortedLayout, open_sorted
+from pipeline.data.joined.source import SourceRows
 
 KINDS = {
     "logs": "parquet",
@@ -53,11 +58,13 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--rows", type=int, default=2_000, help="of a day")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "avro"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--history", action="store_true", help="sort a log of events")
     parser.add_argument("--commands", action="store_true", help="other commands than ingest")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
-    if chosen.commands:
-        seconds = _compare_commands(chosen.days, chosen.rows, chosen.rounds)
+    if chosen.history or chosen.commands:
+        compare = _compare_sorting if chosen.history else _compare_commands
+        seconds = compare(chosen.days, chosen.rows, chosen.rounds)
         figures = {"commands": seconds, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
         table = {
             name: {f"{count:,} days, s": round(value, 2) for count, value in one.items()}
@@ -115,6 +122,31 @@ def _compare_commands(days: Sequence[int], rows: int, rounds: int) -> dict[str, 
                 source.ingest()
                 passes.setdefault("flows.score", {}).setdefault(count, []).append(source.command("flows.score")[0])
     return {name: {count: median(seconds) for count, seconds in found.items()} for name, found in passes.items()}
+
+
+def _compare_sorting(days: Sequence[int], rows: int, rounds: int) -> dict[str, dict[int, float]]:
+    """Returns what is sorted -> number of days -> median seconds."""
+    layout = SortedLayout([pa.int64()], [pa.int64()], unique=False)
+    passes: dict[str, dict[int, list[float]]] = {"the whole log": {}, "one more day": {}}
+    for _ in range(rounds):
+        for count in days:
+            with tempfile.TemporaryDirectory(prefix="dlrm-growth-") as folder:
+                for what, so_many in zip(passes, (count, count + 1), strict=True):
+                    parts = {f"{_day(number)}": "" for number in range(so_many)}
+                    begun = time.perf_counter()
+                    open_sorted(lambda names: _events(names, rows), parts, layout, Path(folder, "log", what), "log")
+                    passes[what].setdefault(count, []).append(time.perf_counter() - begun)
+    return {what: {count: median(seconds) for count, seconds in found.items()} for what, found in passes.items()}
+
+
+def _events(days: Iterable[str], rows: int) -> Iterator[tuple[str, SourceRows]]:
+    """Yields events of 200,000 users, most of them of few."""
+    for day in days:
+        number = (datetime.date.fromisoformat(day) - START).days
+        random = np.random.default_rng(number)
+        users, items = random.zipf(1.2, rows) % 200_000, random.integers(0, 1_000_000, rows)
+        times = np.sort(random.integers(0, 86_400_000_000, rows)) + number * 86_400_000_000
+        yield day, SourceRows([pa.array(users)], pa.array(times), [pa.array(items)])
 
 
 def _day(number: int) -> datetime.date:

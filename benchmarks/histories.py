@@ -148,7 +148,7 @@ def tables(
         [log.column("user").combine_chunks()], _micros(log.column("time")), [log.column("item").combine_chunks()]
     )
     layout = SortedLayout([pa.int64()], [pa.int64()], unique=False)
-    index = open_sorted(lambda: iter([events]), layout, folder / "lists", "log")
+    index = open_sorted(lambda _: iter([("all", events)]), {"all": "1"}, layout, folder / "lists", "log")
     found = index.find([samples.column("user").combine_chunks()], _micros(samples.column("at")), 0, until=False)
     (lists,) = cut_lists(index.values, np.maximum(found.first, found.end - length), found.end)
     _write(folder / "stored", {"samples": samples.append_column("seen_item", lists)})

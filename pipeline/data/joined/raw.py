@@ -1,7 +1,7 @@
 """Reads rows of pinned files, or of a snapshot of a table, with the columns and types that they have there."""
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -100,20 +100,37 @@ class RawRows:
         with self._open(path) as opened, _parquet_file(opened) as file:
             return file.schema_arrow
 
-    def batches(self, columns: Sequence[str], day: datetime.date | None = None) -> Iterator[pa.RecordBatch]:
-        """Yields columns of the rows of a day, or of all."""
+    def parts(self) -> dict[str, str]:
+        """Returns the days of a table, or the files, in reading order: name -> a hash that changes with its rows."""
+        if self.snapshot is not None:
+            return {f"{day}": name for day, name in self.warehouse.day_names(self.snapshot).items()}
+        return {path: fingerprint([status]) for path, status in zip(self.files, self.stamps, strict=True)}
+
+    def batches_by_part(self, columns: Sequence[str], parts: Collection[str]) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Yields the name of a part and columns of its rows, for some of `parts`."""
         if self.snapshot is not None:
             reader = self.warehouse.reader(self.snapshot, columns)
-            for fragment in reader.fragments(None if day is None else [day]):
-                yield from reader.batches(fragment)
+            for fragment in reader.fragments(map(datetime.date.fromisoformat, parts)):
+                for batch in reader.batches(fragment):
+                    yield f"{fragment.day}", batch
             self.bytes_read += reader.bytes_read
             return
         self._check_stamps()
-        dated = [self.day_column] if day is not None and self.day_column is not None else []
+        for path in (path for path in self.files if path in parts):
+            for batch in self._read(path, columns, None):
+                yield path, batch
+
+    def batches(self, columns: Sequence[str], day: datetime.date | None = None) -> Iterator[pa.RecordBatch]:
+        """Yields columns of the rows of a day, or of all."""
+        if day is None or self.snapshot is not None:
+            parts = self.parts() if day is None else [f"{day}"]
+            yield from (batch for _, batch in self.batches_by_part(columns, parts))
+            return
+        self._check_stamps()
+        dated = [] if self.day_column is None else [self.day_column]
         for path in self.files:
             for batch in self._read(path, list(dict.fromkeys([*columns, *dated])), day):
-                mask = pc.equal(self._days_of(batch), pa.scalar(day, pa.date32())) if dated else None
-                yield batch if mask is None else batch.filter(mask)
+                yield batch.filter(pc.equal(self._days_of(batch), pa.scalar(day, pa.date32()))) if dated else batch
 
     def _read(self, path: str, columns: Sequence[str], day: datetime.date | None) -> Iterator[pa.RecordBatch]:
         """Reads columns of one file in their types over all files. Columns missing from the file are null."""

@@ -4,7 +4,7 @@ import copy
 import datetime
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from pyiceberg.schema import Schema
 from pipeline.data.formats.files import fingerprint
 from pipeline.data.joined import sorting
 from pipeline.data.joined.index import KeyIndex, TimedIndex, TimedRows, cut_lists
-from pipeline.data.joined.sorting import MANIFEST, SortedLayout, open_sorted
+from pipeline.data.joined.sorting import MANIFEST, SortedLayout, find_start, open_sorted
 from pipeline.data.joined.source import FeatureSource, PinnedSource, SourceRows, added_columns, to_filter_schema
 from pipeline.data.joined.window_sums import WindowSums
 from pipeline.data.stored import MICROS, to_key_form, to_micros, to_numbers
@@ -116,11 +116,11 @@ class SourceColumns:
         source, names = self.source, self.loaded
         numbers = isinstance(source.source, EventWindow)
 
-        def rows() -> Iterator[SourceRows]:
-            for part in source.rows(None, names):
-                yield part._replace(values=list(map(to_numbers, part.values))) if numbers else part
+        def rows(parts: Collection[str]) -> Iterator[tuple[str, SourceRows]]:
+            for part, read in source.rows_by_part(parts, names):
+                yield part, read._replace(values=list(map(to_numbers, read.values))) if numbers else read
 
-        return open_sorted(rows, self.layout, self.sorted_folder, source.pinned.where)
+        return open_sorted(rows, source.parts(), self.layout, self.sorted_folder, source.pinned.where)
 
     @property
     def layout(self) -> SortedLayout:
@@ -132,13 +132,13 @@ class SourceColumns:
 
     @property
     def sorted_folder(self) -> Path:
-        """Their folder. Its name changes with what decides their content, the code among it."""
-        pinned, source = self.source.pinned, self.source.source
+        """Their folder, by the parts of the source. That around it is by all else that decides their content."""
+        source = self.source.source
         where = None if isinstance(source, FeatureJoin) else source.where
         columns = [self.source.added[name] for name in self.loaded]
-        rows = (pinned.files, pinned.stamps, pinned.snapshot, source.on, source.time, where)
-        content = (sorting.CODE, *rows, columns, self.layout)
-        return self.source.warehouse.home / SORTED / fingerprint([f"{one}" for one in content])
+        content = (sorting.CODE, source.table, source.path, source.on, source.time, where, columns, self.layout)
+        folder = self.source.warehouse.home / SORTED / fingerprint([f"{one}" for one in content])
+        return folder / fingerprint(list(self.source.parts().items()))
 
 
 class FeatureJoinReader:
@@ -237,13 +237,16 @@ class FeatureJoinReader:
         for side in self.sides:
             if side.as_of is None:
                 continue
-            if (side.sorted_folder / MANIFEST).exists():
+            folder, parts, where = side.sorted_folder, side.source.parts(), side.source.pinned.where
+            if (folder / MANIFEST).exists():
                 side.load_day(None)  # compares checksums once for all workers
-            else:
-                where, began = side.source.pinned.where, time.monotonic()
-                say(f"sorting {where} by key and time, once for all trainings that read it as it is now")
-                index = side.load_day(None)
-                say(f"sorted {where}: {index.nbytes / 1e6:,.0f} MB in {time.monotonic() - began:.1f} s")
+                continue
+            began, new = time.monotonic(), len(find_start(folder, parts).new)
+            what = "days" if side.source.snapshot is not None else "files"
+            whole = "once for all trainings that read it as it is now"
+            say(f"sorting {new} of {len(parts)} {what} of {where} by key and time, {whole}")
+            index = side.load_day(None)
+            say(f"sorted {where}: {index.nbytes / 1e6:,.0f} MB in {time.monotonic() - began:.1f} s")
 
     def empty(self) -> pa.Table:
         """Returns an empty table of the columns."""

@@ -1,14 +1,15 @@
 """Sorts a feature source by key and time into files, which the processes of a machine map into memory.
 
-The source may be larger than memory: DuckDB sorts it and spills to disk. A process that reads histories then holds no
-log of its own; pages of the files that it needs are in the system's cache, once for all processes.
+The source may be larger than memory: DuckDB sorts it and spills to disk. After one more day only that day is sorted,
+and merged with the files of before. A process that reads histories holds no log of its own; pages of the files that it
+needs are in the system's cache, once for all processes.
 """
 
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,6 +22,7 @@ from filelock import FileLock
 from isal.isal_zlib import crc32
 
 from pipeline.data.joined.index import KeyIndex, TimedIndex, hash_keys, present
+from pipeline.data.joined.merging import SortedRows, may_merge, merge
 from pipeline.data.joined.source import SourceRows
 from pipeline.errors import DataError, StorageError
 from pipeline.processes.code import hash_code
@@ -41,10 +43,12 @@ MEMORY = "25%"
 """Memory of DuckDB while it sorts, of the machine's."""
 UNUSED_SECONDS = 7 * 86_400
 """Sorted files that no process has opened for so long are deleted when others are made."""
+REPLACED_SECONDS = 86_400
+"""The same, where others of the same source were made since."""
 BATCH_ROWS = 1 << 20
 PACKED_AT_ONCE = 1 << 26
 """Bits that are packed at once. A multiple of 8."""
-HASH, TIME, PLACE, STARTS = "hash", "time", "place", "starts"
+HASH, TIME, PART, PLACE, STARTS = "hash", "time", "part", "place", "starts"
 
 
 class SortedLayout(NamedTuple):
@@ -62,11 +66,18 @@ class SortedLayout(NamedTuple):
         return keys | {f"value{i}": kind for i, kind in enumerate(self.values)}
 
 
-def open_sorted(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, folder: Path, where: str) -> TimedIndex:
+Rows = Callable[[Collection[str]], Iterator[tuple[str, SourceRows]]]
+"""Yields the rows of some parts of a source in their order, with the name of the part."""
+
+
+def open_sorted(rows: Rows, parts: Mapping[str, str], layout: SortedLayout, folder: Path, where: str) -> TimedIndex:
     """Maps sorted files. The first process to need them makes them from the rows, and others wait for it.
 
+    Where files beside the folder have most of their rows from these parts, only the others are sorted, then merged.
+
     Args:
-        folder: Of these rows in this layout alone.
+        parts: Those of the source in their order: name -> a hash that changes with its rows.
+        folder: Of these parts in this layout alone. Folders beside it are of the same source in the same layout.
         where: The source as an error names it.
     Raises:
         DataError: If a key that must not has a time twice.
@@ -76,45 +87,95 @@ def open_sorted(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, 
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.parent / "lock"):
             if not (folder / MANIFEST).exists():
-                _remove_unused(folder.parent)
+                _remove_unused(folder.parent, UNUSED_SECONDS)
                 with ScratchFolder("making-", folder.parent) as partial:
-                    made = Path(partial) / "sorted"
-                    made.mkdir()
-                    _sort(rows, layout, made, Path(partial) / "spill", where)
+                    made = _make(rows, parts, layout, Path(partial), where)
                     shutil.rmtree(folder, ignore_errors=True)  # without a manifest: a rest
                     made.rename(folder)
+                _remove_unused(folder.parent, REPLACED_SECONDS)
     with suppress(PermissionError):  # another user's
         os.utime(folder / MANIFEST)  # it is in use
-    return _map(folder, layout)
+    return _map(folder, layout).timed
 
 
-def _sort(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, made: Path, spill: Path, where: str) -> None:
-    """Writes the files of a source's rows."""
+class SortingStart(NamedTuple):
+    """Where sorting begins."""
+
+    known: Path | None
+    """Folder of sorted files to merge with."""
+    new: list[str]
+    """The parts to sort."""
+
+
+def find_start(folder: Path, parts: Mapping[str, str]) -> SortingStart:
+    """Finds the sorted files beside a folder that have the most rows of the parts, if these are most of their rows."""
+    found, most = SortingStart(None, list(parts)), 0
+    for manifest in folder.parent.glob(f"*/{MANIFEST}"):
+        with suppress(OSError, StorageError):  # damaged: its rows are sorted again
+            facts = _read_manifest(manifest.parent)
+            kept = {name: rows for name, (content, rows) in facts["parts"].items() if parts.get(name) == content}
+            if sum(kept.values()) > max(most, facts["rows"] // 2):
+                found, most = (
+                    SortingStart(manifest.parent, [name for name in parts if name not in kept]),
+                    sum(kept.values()),
+                )
+    return found
+
+
+def _make(rows: Rows, parts: Mapping[str, str], layout: SortedLayout, partial: Path, where: str) -> Path:
+    """Writes the files of a source's rows, and returns their folder."""
+    made, start = partial / "sorted", find_start(partial, parts)
+    try:
+        known = None if start.known is None else _map(start.known, layout)
+    except (OSError, StorageError):
+        known = None
+    if known is not None and start.known is not None:
+        _sort(rows, start.new, parts, layout, partial / "new", where)
+        new = _map(partial / "new", layout)
+        if may_merge(known, new):
+            places = {name: place for place, name in enumerate(parts) if name not in start.new}
+            numbers = np.array([places.get(name, -1) for name in _read_manifest(start.known)["parts"]], np.int64)
+            with _Files(made, parts, layout, where) as files:
+                for batch in merge(known, numbers, new, _schema(layout, PART), BATCH_ROWS):
+                    files.add(batch)
+            return made
+    _sort(rows, list(parts), parts, layout, made, where)
+    return made
+
+
+def _schema(layout: SortedLayout, *numbers: str) -> pa.Schema:
+    kinds = {HASH: pa.uint64(), TIME: pa.int64(), PART: pa.uint32(), PLACE: pa.int64()}
+    return pa.schema({HASH: kinds[HASH], TIME: kinds[TIME]} | {name: kinds[name] for name in numbers} | layout.columns)
+
+
+def _sort(
+    rows: Rows, wanted: Collection[str], parts: Mapping[str, str], layout: SortedLayout, made: Path, where: str
+) -> None:
+    """Writes the files of the rows of some parts."""
     import duckdb  # imported here because processes that only map the files need no DuckDB
 
-    schema = pa.schema({HASH: pa.uint64(), TIME: pa.int64(), PLACE: pa.int64(), **layout.columns})
+    schema, numbers = _schema(layout, PART, PLACE), {name: number for number, name in enumerate(parts)}
     failed: list[Exception] = []
 
     def batches() -> Iterator[pa.RecordBatch]:
         try:
             place = 0
-            for part in rows():
-                yield _numbered(part, place, schema)
+            for name, part in rows(wanted):
+                yield _numbered(part, numbers[name], place, schema)
                 place += len(part.keys[0])
         except Exception as error:  # DuckDB would only repeat its text
             failed.append(error)
             raise
 
     keys = list(layout.columns)[: len(layout.keys)]
-    wanted, order = ", ".join([HASH, TIME, *layout.columns]), ", ".join([HASH, *keys, TIME, PLACE])
-    query = f"SELECT {wanted} FROM events ORDER BY {order}"
-    with connect([], spill, MEMORY, len(os.sched_getaffinity(0))) as connection:
+    selected, order = ", ".join([HASH, TIME, PART, *layout.columns]), ", ".join([HASH, *keys, TIME, PLACE])
+    query = f"SELECT {selected} FROM events ORDER BY {order}"
+    with connect([], made.parent / "spill", MEMORY, len(os.sched_getaffinity(0))) as connection:
         connection.register("events", pa.RecordBatchReader.from_batches(schema, batches()))
         try:
-            with _Files(made, layout, where) as files:
+            with _Files(made, parts, layout, where) as files:
                 for batch in stream(connection.sql(query), rows=BATCH_ROWS)[1]:
-                    if batch.num_rows:
-                        files.add(batch)
+                    files.add(batch)
         except duckdb.Error as error:
             if failed:
                 raise failed[0] from None
@@ -123,13 +184,14 @@ def _sort(rows: Callable[[], Iterator[SourceRows]], layout: SortedLayout, made: 
             raise StorageError(where, "rows that DuckDB can sort", reason, remedy) from error
 
 
-def _numbered(part: SourceRows, place: int, schema: pa.Schema) -> pa.RecordBatch:
+def _numbered(rows: SourceRows, part: int, place: int, schema: pa.Schema) -> pa.RecordBatch:
     """Returns the rows that have a key and a time: others are never found."""
-    assert part.times is not None
-    rows = len(part.times)
-    columns = [pa.array(hash_keys(part.keys)), part.times, pa.array(np.arange(place, place + rows))]
-    batch = pa.RecordBatch.from_arrays([*columns, *part.keys, *part.values], schema=schema)
-    kept = present([*part.keys, part.times])
+    assert rows.times is not None
+    count = len(rows.times)
+    numbers = [np.full(count, part, np.uint32), np.arange(place, place + count)]
+    columns = [pa.array(hash_keys(rows.keys)), rows.times, *map(pa.array, numbers)]
+    batch = pa.RecordBatch.from_arrays([*columns, *rows.keys, *rows.values], schema=schema)
+    kept = present([*rows.keys, rows.times])
     return batch if pc.all(kept).as_py() else batch.filter(kept)
 
 
@@ -137,20 +199,25 @@ class _Files:
     """Files of sorted rows, written from start to end.
 
     Args:
+        parts: As in `open_sorted`.
         where: The source as an error names it.
     """
 
-    def __init__(self, folder: Path, layout: SortedLayout, where: str) -> None:
+    def __init__(self, folder: Path, parts: Mapping[str, str], layout: SortedLayout, where: str) -> None:
+        folder.mkdir()
         self.folder, self.where, self.unique = folder, where, layout.unique
+        self.parts, self.of_parts = parts, np.zeros(len(parts), np.int64)
         self.keys = list(layout.columns)[: len(layout.keys)]
         self.columns = {name: _Column(folder / name, kind) for name, kind in layout.columns.items()}
-        numbers = {HASH: pa.uint64(), TIME: pa.int64(), STARTS: pa.int64()}
+        numbers = {HASH: pa.uint64(), TIME: pa.int64(), PART: pa.uint32(), STARTS: pa.int64()}
         self.numbers = {name: _Column(folder / name, kind) for name, kind in numbers.items()}
         self.rows = self.distinct = self.equal = 0
         self.last: pa.RecordBatch | None = None
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Appends rows. They come after those that are there."""
+        if not batch.num_rows:
+            return
         own = batch.select([HASH, TIME, *self.keys])
         begins = self._begins(own if self.last is None else pa.concat_batches([self.last, own]))
         places = np.flatnonzero(begins if self.last is None else begins[1:])
@@ -160,6 +227,8 @@ class _Files:
         for name, column in self.columns.items():
             column.append((first if name in self.keys else batch).column(name))
         self.numbers[TIME].append(batch.column(TIME))
+        self.numbers[PART].append(batch.column(PART))
+        self.of_parts += np.bincount(batch.column(PART).to_numpy(), minlength=len(self.parts))
         self.numbers[STARTS].append(pa.array(places + self.rows))
         self.rows += len(batch)
         self.distinct += len(places)
@@ -193,6 +262,8 @@ class _Files:
             files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(self.folder.iterdir())}
             # Keys with equal hashes follow each other. This bounds how many a look-up may meet.
             facts = {"rows": self.rows, "distinct": self.distinct, "most": self.equal + 1, "files": files}
+            counts = zip(self.parts.items(), self.of_parts.tolist(), strict=True)
+            facts["parts"] = {name: (content, rows) for (name, content), rows in counts}
             content = json.dumps(facts).encode()
             with (self.folder / MANIFEST).open("wb") as file:
                 file.write(b"%08x\n" % crc32(content) + content)
@@ -283,8 +354,8 @@ def _keep(file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _map(folder: Path, layout: SortedLayout) -> TimedIndex:
-    """Returns the index in the files of a folder."""
+def _map(folder: Path, layout: SortedLayout) -> SortedRows:
+    """Returns the rows in the files of a folder."""
     facts = _read_manifest(folder)
     _check_files(folder, facts["files"])
     keys = len(layout.keys)
@@ -292,12 +363,13 @@ def _map(folder: Path, layout: SortedLayout) -> TimedIndex:
     columns = [
         _open(folder / name, kind, count) for (name, kind), count in zip(layout.columns.items(), counts, strict=True)
     ]
-    of_keys, times, starts = (_buffer(_part(folder / name, "data")) for name in (HASH, TIME, STARTS))
+    of_keys, times, starts, parts = (_buffer(_part(folder / name, "data")) for name in (HASH, TIME, STARTS, PART))
     hashes = np.frombuffer(of_keys, np.uint64)
     if len(hashes) and hash_keys([column[:1] for column in columns[:keys]])[0] != hashes[0]:
         raise _damaged(folder, f"{HASH}.data", "the hashes that keys have now", "others")
     index = KeyIndex.of_sorted(hashes, columns[:keys], facts["most"])
-    return TimedIndex(index, np.frombuffer(times, np.int64), np.frombuffer(starts, np.int64), columns[keys:])
+    of_times, firsts = (np.frombuffer(one, np.int64) for one in (times, starts))
+    return SortedRows(TimedIndex(index, of_times, firsts, columns[keys:]), np.frombuffer(parts, np.uint32))
 
 
 def _read_manifest(folder: Path) -> Any:
@@ -354,9 +426,17 @@ def _buffer(path: Path) -> pa.Buffer:
         return file.read_buffer()
 
 
-def _remove_unused(folder: Path) -> None:
-    """Deletes what no process has opened for long. Processes that still map it keep it until they end."""
-    for manifest in folder.glob(f"*/{MANIFEST}"):
-        if time.time() - manifest.stat().st_mtime > UNUSED_SECONDS:
-            manifest.unlink()  # first, so that no process takes the rest for whole
-            shutil.rmtree(manifest.parent, ignore_errors=True)
+def _remove_unused(folder: Path, seconds: float) -> None:
+    """Deletes what no process has opened for long. Processes that still map it keep it until they end.
+
+    Args:
+        folder: Of one source. Those of others beside it are looked at, too.
+        seconds: How long files of this source may be unused. Those of others may be for UNUSED_SECONDS.
+    """
+    for manifest in folder.parent.glob(f"*/*/{MANIFEST}"):
+        with suppress(OSError):  # another process deletes it, or another user's
+            if time.time() - manifest.stat().st_mtime > (
+                seconds if manifest.parent.parent == folder else UNUSED_SECONDS
+            ):
+                manifest.unlink()  # first, so that no process takes the rest for whole
+                shutil.rmtree(manifest.parent, ignore_errors=True)

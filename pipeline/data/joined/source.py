@@ -3,7 +3,7 @@
 import datetime
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -185,14 +185,24 @@ class FeatureSource(RawRows):
             day: None for all rows.
         """
         day = None if day is None else day - self.lag
+        for batch in self.batches(self._read_for(names), day):
+            yield self._to_rows(batch, names)
+
+    def rows_by_part(self, parts: Collection[str], names: Sequence[str]) -> Iterator[tuple[str, SourceRows]]:
+        """As `rows`, for some of `parts`, with their names."""
+        for part, batch in self.batches_by_part(self._read_for(names), parts):
+            yield part, self._to_rows(batch, names)
+
+    def _read_for(self, names: Sequence[str]) -> list[str]:
         time = [] if self.source.time is None else [self.source.time]
-        columns = list(dict.fromkeys([*self.source.on, *time, *(self.added[name] for name in names)]))
-        for batch in self.batches(list(dict.fromkeys([*columns, *self.compared])), day):
-            kept, where = self._filtered(batch).select(columns), self.pinned.where
-            keys = [to_key_form(f"{where}, key '{name}'", kept.column(name)) for name in self.source.on]
-            values = [to_stored_form(kept.column(self.added[name]), self.kinds[name]) for name in names]
-            times = to_micros(f"{where}, time '{time[0]}'", kept.column(time[0]), late=True) if time else None
-            yield SourceRows(keys, times, values)
+        return list(dict.fromkeys([*self.source.on, *time, *(self.added[name] for name in names), *self.compared]))
+
+    def _to_rows(self, batch: pa.RecordBatch, names: Sequence[str]) -> SourceRows:
+        kept, where, time = self._filtered(batch), self.pinned.where, self.source.time
+        keys = [to_key_form(f"{where}, key '{name}'", kept.column(name)) for name in self.source.on]
+        values = [to_stored_form(kept.column(self.added[name]), self.kinds[name]) for name in names]
+        times = None if time is None else to_micros(f"{where}, time '{time}'", kept.column(time), late=True)
+        return SourceRows(keys, times, values)
 
     def _filtered(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Returns the events that the filter keeps. It compares values as the warehouse stores them."""

@@ -1,4 +1,4 @@
-"""Finds the events of a key before a time, and sums them."""
+"""Finds the events of a key before a time, sums them, and merges sorted events."""
 
 import math
 from typing import NamedTuple
@@ -48,6 +48,64 @@ def find_events(
             else:
                 high = middle
         end[row] = low
+
+
+class EventOrder(NamedTuple):
+    """Sorted events: by the hash of their key, time and part."""
+
+    hashes: npt.NDArray[np.uint64]
+    """uint64 [K], of each key."""
+    times: Places
+    """int64 [E]."""
+    starts: Places
+    """int64 [K + 1], the first place of each key."""
+    parts: npt.NDArray[np.uint32]
+    """uint32 [E], the number of the part of the source that an event is from."""
+
+
+@compiled
+def merge_events(
+    events: EventOrder, others: EventOrder, numbers: Places, size: int, at: Places, places: Places, keys: Places
+) -> int:
+    """Merges sorted events with others, and returns how many it has placed. Further calls place the next ones.
+
+    Args:
+        numbers: int64, by number of a part of `events`: its number among those of `others`; -1: leave its events out.
+        size: Number of events of each side to look at.
+        at: int64 [4], the next event of each side and its key. Changed.
+        places: int64 [2 * size]. Gets the place of an event after `at`, or of one of `others` as -1 less its place.
+        keys: int64 [2 * size]. Gets the key of each in the same way.
+    """
+    event, other, key, other_key = at[0], at[1], at[2], at[3]
+    ends, count = (min(len(events.times), at[0] + size), min(len(others.times), at[1] + size)), 0
+    whole = ends[0] == len(events.times), ends[1] == len(others.times)
+    while (event < ends[0] or whole[0]) and (other < ends[1] or whole[1]) and (event < ends[0] or other < ends[1]):
+        while event < ends[0] and events.starts[key + 1] <= event:
+            key += 1
+        while other < ends[1] and others.starts[other_key + 1] <= other:
+            other_key += 1
+        if event < ends[0] and numbers[events.parts[event]] < 0:
+            event += 1
+        elif event < ends[0] and (other == ends[1] or _is_first(events, event, key, numbers, others, other, other_key)):
+            places[count], keys[count] = event - at[0], key - at[2]
+            event, count = event + 1, count + 1
+        else:
+            places[count], keys[count] = at[1] - other - 1, at[3] - other_key - 1
+            other, count = other + 1, count + 1
+    at[0], at[1], at[2], at[3] = event, other, key, other_key
+    return count
+
+
+@compiled
+def _is_first(
+    events: EventOrder, event: int, key: int, numbers: Places, others: EventOrder, other: int, other_key: int
+) -> bool:
+    """Tells whether an event comes before one of the others."""
+    if events.hashes[key] != others.hashes[other_key]:
+        return events.hashes[key] < others.hashes[other_key]
+    if events.times[event] != others.times[other]:
+        return events.times[event] < others.times[other]
+    return numbers[events.parts[event]] <= others.parts[other]
 
 
 class KeySums(NamedTuple):

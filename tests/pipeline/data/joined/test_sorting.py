@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from pipeline.data.joined import index as joined_index
 from pipeline.data.joined import sorting
 from pipeline.data.joined.index import TimedIndex
-from pipeline.data.joined.sorting import CHECKED, MANIFEST, UNUSED_SECONDS, SortedLayout, open_sorted
+from pipeline.data.joined.sorting import CHECKED, MANIFEST, REPLACED_SECONDS, UNUSED_SECONDS, SortedLayout, open_sorted
 from pipeline.data.joined.source import SourceRows
 from pipeline.errors import DataError, StorageError
 
@@ -57,6 +57,11 @@ def parts(rows: list[Row], size: int) -> Iterator[SourceRows]:
         yield SourceRows(keys, pa.array(columns["time"], pa.int64()), values)
 
 
+def sort(rows: Callable[[], Iterator[SourceRows]], folder: Path, layout: SortedLayout = LAYOUT) -> TimedIndex:
+    """The sorted rows of a source of one part."""
+    return open_sorted(lambda wanted: (("all", part) for part in rows()), {"all": "1"}, layout, folder, "log")
+
+
 def read_key(index: TimedIndex, shop: str, user: int, border: int) -> list[tuple[Any, ...]]:
     """The values of a key's rows before a time."""
     key = [pa.array([shop], pa.large_string()), pa.array([user], pa.int64())]
@@ -71,7 +76,7 @@ def test_rows_are_those_that_python_sorts(seed: int, tmp_path: Path, monkeypatch
     monkeypatch.setattr(sorting, "BATCH_ROWS", 7)
     monkeypatch.setattr(sorting, "PACKED_AT_ONCE", 8)
     rows = draw(seed, 400)
-    index = open_sorted(lambda: parts(rows, 60), LAYOUT, tmp_path / "a", "log")
+    index = sort(lambda: parts(rows, 60), tmp_path / "a")
     kept = sorted((row for row in rows if None not in (row["shop"], row["user"], row["time"])), key=lambda r: r["time"])
     assert index.values[0].null_count > 0
     for border in (-9, 0, 9):
@@ -81,9 +86,109 @@ def test_rows_are_those_that_python_sorts(seed: int, tmp_path: Path, monkeypatch
                 assert read_key(index, shop, user, border) == [tuple(row[name] for name in VALUES) for row in own]
 
 
+class Log:
+    """A source of several parts that change. Remembers which ones were read."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        self.random, self.parts, self.read, self.versions = (
+            random,
+            dict[str, list[Row]](),
+            list[str](),
+            dict[str, str](),
+        )
+
+    def change(self) -> None:
+        """Adds some parts, removes or rewrites others."""
+        for number in self.random.permutation(9)[: self.random.integers(1, 4)]:
+            name = f"part {number}"
+            if name in self.parts and self.random.random() < 0.3:
+                del self.parts[name]
+            else:
+                self.parts[name] = draw(int(self.random.integers(1 << 30)), int(self.random.integers(0, 60)))
+                self.versions[name] = f"{self.random.integers(1 << 30)}"
+        self.parts = dict(sorted(self.parts.items()))
+
+    def open(self, folder: Path, layout: SortedLayout = LAYOUT) -> TimedIndex:
+        def rows(wanted: Collection[str]) -> Iterator[tuple[str, SourceRows]]:
+            for name in (name for name in self.parts if name in wanted):
+                self.read.append(name)
+                for part in parts(self.parts[name], 13):
+                    yield name, part
+
+        self.read.clear()
+        return open_sorted(rows, {name: self.versions[name] for name in self.parts}, layout, folder, "log")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != CHECKED}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_files_that_were_merged_are_those_of_a_sort(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte, whatever parts came, went and changed between the two, and only new parts are read."""
+    monkeypatch.setattr(sorting, "BATCH_ROWS", 7 + 20 * (seed % 2))
+    log, merged = Log(np.random.default_rng(seed)), 0
+    for step in range(8):
+        before = dict(log.versions)
+        log.change()
+        log.open(tmp_path / "kept" / f"{step}")
+        read, new = set(log.read), {name for name in log.parts if log.versions[name] != before.get(name)}
+        assert new - {name for name in new if not log.parts[name]} <= read
+        merged += read < set(log.parts)
+        log.open(tmp_path / "anew" / f"{step}" / "a")
+        assert contents(tmp_path / "kept" / f"{step}") == contents(tmp_path / "anew" / f"{step}" / "a")
+    assert merged > 2
+
+
+def test_one_more_part_is_the_only_one_that_is_read(tmp_path: Path) -> None:
+    log = Log(np.random.default_rng(1))
+    for day in range(12):
+        log.parts[f"{day:02}"], log.versions[f"{day:02}"] = draw(day, 30), "1"
+        log.open(tmp_path / f"{day}")
+        assert log.read == [f"{day:02}"]
+    log.versions["03"] = "2"
+    log.open(tmp_path / "rewritten")
+    assert log.read == ["03"]
+
+
+def test_keys_that_share_a_hash_are_sorted_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if only the new rows have the second key."""
+    for place in (sorting, joined_index):
+        monkeypatch.setattr(place, "hash_keys", lambda keys: np.full(len(keys[0]), 7, np.uint64))
+    log, row = Log(np.random.default_rng(1)), draw(3, 1)[0] | {"shop": "a", "user": 1, "time": 0}
+    for number, user in enumerate((1, 1, 2, 2)):
+        log.parts[f"{number}"], log.versions[f"{number}"] = [row | {"user": user, "item": number}] * 2, "1"
+        index = log.open(tmp_path / f"{number}")
+        assert log.read == [["0"], ["1"], ["2", "0", "1", "2"], ["3", "0", "1", "2", "3"]][number]
+    assert [[one[0] for one in read_key(index, "a", user, 9)] for user in (1, 2)] == [[0, 0, 1, 1], [2, 2, 3, 3]]
+
+
+def test_a_merge_refuses_a_time_twice_where_it_must_not_be(tmp_path: Path) -> None:
+    log, row = Log(np.random.default_rng(1)), draw(3, 1)[0] | {"shop": "a", "user": 1, "time": 0}
+    log.parts, log.versions = {"1": [row, row | {"time": 1}]}, {"1": "1", "2": "1"}
+    log.open(tmp_path / "a", LAYOUT._replace(unique=True))
+    log.parts["2"] = [row | {"user": 2}, row]
+    with pytest.raises(DataError, match="key a, 1 more than once"):
+        log.open(tmp_path / "b", LAYOUT._replace(unique=True))
+    assert log.read == ["2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "lock"]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "part.data", "value0.data"])
+def test_damaged_files_are_not_merged_with(name: str, tmp_path: Path) -> None:
+    log = Log(np.random.default_rng(1))
+    for day in ("1", "2"):
+        log.parts[day], log.versions[day] = draw(int(day), 60), "1"
+        log.open(tmp_path / day)
+        content = bytearray((tmp_path / "1" / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (tmp_path / "1" / name).write_bytes(content)
+    assert log.read == ["1", "2"]
+
+
 def test_a_source_without_rows_has_none(tmp_path: Path) -> None:
     for name, rows in (("none", []), ("keyless", [row | {"shop": None} for row in draw(1, 5)])):
-        index = open_sorted(lambda rows=rows: parts(rows, 9), LAYOUT, tmp_path / name, "log")
+        index = sort(lambda rows=rows: parts(rows, 9), tmp_path / name)
         assert read_key(index, "a", 1, 9) == []
 
 
@@ -91,7 +196,7 @@ def test_different_keys_with_equal_hashes_stay_apart(tmp_path: Path, monkeypatch
     for place in (sorting, joined_index):
         monkeypatch.setattr(place, "hash_keys", lambda keys: np.full(len(keys[0]), 7, np.uint64))
     rows = [row for row in draw(2, 200) if None not in (row["shop"], row["user"], row["time"])]
-    index = open_sorted(lambda: parts(rows, 60), LAYOUT, tmp_path / "a", "log")
+    index = sort(lambda: parts(rows, 60), tmp_path / "a")
     for shop in ("", "a", "shop"):
         own = sorted((row for row in rows if (row["shop"], row["user"]) == (shop, 1)), key=lambda row: row["time"])
         assert [one[0] for one in read_key(index, shop, 1, 9)] == [row["item"] for row in own]
@@ -102,7 +207,7 @@ def test_a_time_twice_is_refused_where_it_must_not_be(tmp_path: Path, monkeypatc
     row = draw(3, 1)[0] | {"shop": "a", "user": 1, "time": 0}
     rows = [row, row | {"time": 1}, row | {"user": 2}, row]
     with pytest.raises(DataError) as caught:
-        open_sorted(lambda: parts(rows, 2), LAYOUT._replace(unique=True), tmp_path / "a", "log")
+        sort(lambda: parts(rows, 2), tmp_path / "a", LAYOUT._replace(unique=True))
     assert str(caught.value) == (
         "log: expected each key once in each microsecond, got key a, 1 more than once at 1970-01-01 00:00:00. "
         "Remove duplicates."
@@ -116,7 +221,7 @@ def test_an_error_of_the_rows_arrives_as_it_is_and_nothing_stays(tmp_path: Path)
         raise DataError("log", "rows", "rubbish", "Repair it.")
 
     with pytest.raises(DataError, match="log: expected rows, got rubbish"):
-        open_sorted(broken, LAYOUT, tmp_path / "all" / "a", "log")
+        sort(broken, tmp_path / "all" / "a")
     assert [path.name for path in (tmp_path / "all").iterdir()] == ["lock"]
 
 
@@ -129,7 +234,7 @@ def _open(folder: Path, path: Path, slow: bool) -> None:
                 time.sleep(600)
             yield part
 
-    index = open_sorted(rows, LAYOUT, folder, "log")
+    index = sort(rows, folder)
     assert len(read_key(index, "a", 1, 9)) > 0
 
 
@@ -155,11 +260,11 @@ def test_files_are_made_once_although_a_process_that_makes_them_is_killed(tmp_pa
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    open_sorted(lambda: parts(draw(6, 50), 60), LAYOUT, tmp_path / "a", "log")
+    sort(lambda: parts(draw(6, 50), 60), tmp_path / "a")
     path = tmp_path / "a" / "value0.data"
     os.truncate(path, path.stat().st_size - 4)
     with pytest.raises(StorageError, match=r"value0\.data: expected \d+ bytes, got \d+\. Delete .*a\. It is made anew"):
-        open_sorted(lambda: parts([], 1), LAYOUT, tmp_path / "a", "log")
+        sort(lambda: parts([], 1), tmp_path / "a")
 
 
 def _files_of(folder: Path) -> list[str]:
@@ -170,7 +275,7 @@ def _files_of(folder: Path) -> list[str]:
 def test_a_flipped_bit_in_any_file_is_refused(where: float, tmp_path: Path) -> None:
     """Also if the process that opens them has compared checksums before, and size and time of the file stay."""
     folder = tmp_path / "a"
-    open_sorted(lambda: parts(draw(6, 50), 60), LAYOUT, folder, "log")
+    sort(lambda: parts(draw(6, 50), 60), folder)
     names = _files_of(folder)
     assert MANIFEST in names
     assert len(names) > 20
@@ -181,9 +286,9 @@ def test_a_flipped_bit_in_any_file_is_refused(where: float, tmp_path: Path) -> N
         (folder / name).write_bytes(changed)
         os.utime(folder / name, ns=(status.st_atime_ns, status.st_mtime_ns))
         with pytest.raises(StorageError, match=rf"/{name}: expected .*, got .*\. Delete .*a\. It is made anew"):
-            open_sorted(lambda: parts([], 1), LAYOUT, folder, "log")
+            sort(lambda: parts([], 1), folder)
         (folder / name).write_bytes(content)
-        open_sorted(lambda: parts([], 1), LAYOUT, folder, "log")
+        sort(lambda: parts([], 1), folder)
 
 
 def test_checksums_are_compared_once_while_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +301,7 @@ def test_checksums_are_compared_once_while_nothing_changes(tmp_path: Path, monke
             past = time.time() - age
             os.utime(tmp_path / "a" / CHECKED, (past, past))
         read.clear()
-        open_sorted(lambda: parts(draw(6, 50), 60), LAYOUT, tmp_path / "a", "log")
+        sort(lambda: parts(draw(6, 50), 60), tmp_path / "a")
         counts.append(len(read))
     files = len(_files_of(tmp_path / "a")) - 1
     assert counts[0] >= 2 * files  # made and compared
@@ -205,20 +310,25 @@ def test_checksums_are_compared_once_while_nothing_changes(tmp_path: Path, monke
 
 
 def test_files_of_another_hash_of_keys_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_sorted(lambda: parts(draw(6, 50), 60), LAYOUT, tmp_path / "a", "log")
+    sort(lambda: parts(draw(6, 50), 60), tmp_path / "a")
     own = sorting.hash_keys
     for place in (sorting, joined_index):
         monkeypatch.setattr(place, "hash_keys", lambda keys: own(keys) + np.uint64(1))
     with pytest.raises(StorageError, match=r"expected the hashes that keys have now, got others\. Delete"):
-        open_sorted(lambda: parts([], 1), LAYOUT, tmp_path / "a", "log")
+        sort(lambda: parts([], 1), tmp_path / "a")
 
 
-def test_files_that_nobody_opens_for_a_week_go(tmp_path: Path) -> None:
+def test_files_that_nobody_opens_go_after_a_week_and_replaced_ones_after_a_day(tmp_path: Path) -> None:
     rows = draw(7, 50)
-    for name in ("old", "used"):
-        open_sorted(lambda: parts(rows, 60), LAYOUT, tmp_path / name, "log")
-        past = time.time() - UNUSED_SECONDS - 60
+
+    def age(name: str, seconds: float) -> None:
+        past = time.time() - seconds - 60
         os.utime(tmp_path / name / MANIFEST, (past, past))
-    open_sorted(lambda: parts(rows, 60), LAYOUT, tmp_path / "used", "log")
-    open_sorted(lambda: parts(rows, 60), LAYOUT, tmp_path / "new", "log")
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["lock", "new", "used"]
+
+    for name in ("log/old", "log/used", "other/old", "other/newer"):
+        sort(lambda: parts(rows, 60), tmp_path / name)
+        age(name, UNUSED_SECONDS if name == "other/old" else REPLACED_SECONDS)
+    sort(lambda: parts(rows, 60), tmp_path / "log" / "used")
+    sort(lambda: parts(rows, 60), tmp_path / "log" / "new")
+    assert sorted(one.name for one in (tmp_path / "log").iterdir()) == ["lock", "new", "used"]
+    assert sorted(one.name for one in (tmp_path / "other").iterdir()) == ["lock", "newer"]
