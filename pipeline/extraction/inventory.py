@@ -3,13 +3,9 @@
 The inventory is a cache in the home. Without it, or with a part of it, an ingest opens more files and does the same.
 """
 
-import contextlib
 import datetime
 import fnmatch
-import gzip
-import json
 import time
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.data.cache_file import UNREADABLE, read_cache, write_cache
 from pipeline.data.formats.files import SourceFile, Stamp, stamp
 from pipeline.data.formats.reading import count_rows_of
 from pipeline.data.formats.types import FILE, NOTHING, is_number
@@ -36,14 +33,11 @@ from pipeline.extraction.opening import (
 )
 from pipeline.extraction.samples import is_storable
 from pipeline.extraction.sources import key_family
-from storage.artifacts import atomic_file
 from storage.query import quote
 from storage.reader import DAY
 
 VERSION = 1
 """Changes with how rows are read or counted, so that everything is looked at again."""
-KEPT_SECONDS = 30 * 86_400
-"""How long the inventory of a config that is not used any more is kept."""
 MICROSECONDS = 1_000_000
 
 
@@ -98,11 +92,11 @@ class Inventory:
     def read(cls, path: Path) -> "Inventory":
         """Reads an inventory. One that is missing, damaged or of another version is empty."""
         try:
-            found = json.loads(gzip.decompress(path.read_bytes()))
+            found = read_cache(path)
             rows = {address: _parse(*one) for address, one in found["rows"].items()}
             outcomes = {address: OutcomeFile(*one) for address, one in found["outcomes"].items()}
             return cls(rows, outcomes, KnownTypes(*found["types"]))
-        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError):
+        except UNREADABLE:
             return cls()
 
     def write(self, path: Path) -> None:
@@ -113,12 +107,7 @@ class Inventory:
         }
         settled = {address: one for address, one in self.outcomes.items() if one.seen == one.last}  # else time tells
         found = {"rows": rows, "outcomes": settled, "types": (dict(self.types.rows), dict(self.types.outcomes))}
-        with contextlib.suppress(OSError), atomic_file(path) as draft:  # without room, the next ingest looks again
-            draft.write_bytes(gzip.compress(json.dumps(found).encode(), 1))
-        for other in path.parent.glob(f"{path.name.partition('-')[0]}-*"):
-            with contextlib.suppress(OSError):
-                if time.time() - other.stat().st_mtime > KEPT_SECONDS:
-                    other.unlink()
+        write_cache(path, found, path.name.partition("-")[0])
 
 
 def _parse(size: int, modified: int, rows: int, days: Mapping[str, Sequence[int]]) -> RowFile:

@@ -1,7 +1,7 @@
 """Reads rows of pinned files, or of a snapshot of a table, with the columns and types that they have there."""
 
 import datetime
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.formats.files import Stamp, fingerprint, form_of, stamp
+from pipeline.data.joined.known_files import KnownFiles
 from pipeline.data.stored import to_days
 from pipeline.errors import ContractError, DataError
 from storage.errors import is_shortage, machine_lacks
@@ -57,23 +58,28 @@ class RawRows:
     def _raw_schema(self) -> pa.Schema:
         if self.snapshot is not None:
             return self.warehouse.schema(self.snapshot)
-        self._check_stamps()
         self._copies: ScratchFolder | None = None
+        self.known = KnownFiles(self.warehouse.home, self.files, self.stamps, self.day_column)
+        self._check_stamps([path for path in self.files if path not in self.known.files])
         try:
             others = any(form_of(Path(path), "auto") != "parquet" for path in self.files)
-            schemas = [] if others else [self._schema_of(path) for path in self.files]
+            schemas = [] if others else self.known.learn_schemas(self._schema_of)
             if others or not _have_one_type(schemas):
+                self._check_stamps(self.files)
                 self._copies, self.read = _copy_typed(
                     tuple(self.files), tuple(map(tuple, self.stamps)), self.warehouse.home / "tmp",
                     tuple(sorted(self.warehouse.config.catalog.items())),
                 )  # fmt: skip
                 schemas = [self._schema_of(path) for path in self.read.values()]
+                self.known.learn_schemas(lambda path: self._schema_of(self.read[path]))
             return pa.unify_schemas(schemas, promote_options="permissive")
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
 
-    def _check_stamps(self) -> None:
-        changed = find_changed(self.files, self.stamps, self.warehouse.config.catalog)
+    def _check_stamps(self, files: Iterable[str]) -> None:
+        stamps = dict(zip(self.files, self.stamps, strict=True))
+        wanted = list(files)
+        changed = find_changed(wanted, [stamps[path] for path in wanted], self.warehouse.config.catalog)
         if changed is not None:
             raise DataError(
                 f"{self.where}, file '{changed}'", "the file unchanged since the run started",
@@ -82,16 +88,19 @@ class RawRows:
 
     def days_of_files(self) -> dict[datetime.date, str]:
         """Returns day -> a hash of the files that have rows of it."""
+        stamps = dict(zip(self.files, self.stamps, strict=True))
+        return {day: fingerprint([stamps[path] for path in files]) for day, files in self._files_by_day().items()}
+
+    def _files_by_day(self) -> dict[datetime.date, list[str]]:
+        return self.known.learn_days(self._days_in)
+
+    def _days_in(self, path: str) -> set[datetime.date]:
         column = self.day_column
         assert column is not None
-        found: dict[datetime.date, list[Stamp]] = {}
-        for path, status in zip(self.files, self.stamps, strict=True):
-            seen: set[datetime.date] = set()
-            for batch in self._read(path, [column], None):
-                seen.update(self._days_of(batch).unique().drop_null().to_pylist())
-            for day in seen:
-                found.setdefault(day, []).append(status)
-        return {day: fingerprint(found[day]) for day in sorted(found)}
+        found: set[datetime.date] = set()
+        for batch in self._read(path, [column], None):
+            found.update(self._days_of(batch).unique().drop_null().to_pylist())
+        return found
 
     def _open(self, path: str) -> pa.NativeFile:
         return open_file(path, self.warehouse.config.catalog)
@@ -115,8 +124,9 @@ class RawRows:
                     yield f"{fragment.day}", batch
             self.bytes_read += reader.bytes_read
             return
-        self._check_stamps()
-        for path in (path for path in self.files if path in parts):
+        files = [path for path in self.files if path in parts]
+        self._check_stamps(files)
+        for path in files:
             for batch in self._read(path, columns, None):
                 yield path, batch
 
@@ -126,9 +136,10 @@ class RawRows:
             parts = self.parts() if day is None else [f"{day}"]
             yield from (batch for _, batch in self.batches_by_part(columns, parts))
             return
-        self._check_stamps()
         dated = [] if self.day_column is None else [self.day_column]
-        for path in self.files:
+        files = self._files_by_day().get(day, []) if dated else self.files
+        self._check_stamps(files)
+        for path in files:
             for batch in self._read(path, list(dict.fromkeys([*columns, *dated])), day):
                 yield batch.filter(pc.equal(self._days_of(batch), pa.scalar(day, pa.date32()))) if dated else batch
 
