@@ -35,7 +35,7 @@ def layout(
     Args:
         config: The run's config, or the path of its YAML file.
         overrides: Dotted key -> value; overrides the config.
-        action: propose prints a layout and its expected gain; apply rewrites the days in that layout, one commit each,
+        action: propose prints a layout and its expected gain; apply rewrites the days in that layout,
             and resumes after an interruption; measure times a read of the config's columns; ladder measures on a
             sample what each step gains, from maps of features to popular columns in large row groups; compact merges
             the small files of a day and drops deleted rows; flatten writes each key of the table's maps as a column;

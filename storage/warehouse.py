@@ -41,6 +41,8 @@ from storage.snapshot.maps import add_keys
 from storage.snapshot.row_exclusions import ReadCache, RowExclusions
 from storage.writer import TIMES
 
+Days = Collection[datetime.date] | None
+"""Some days of a table. None: all."""
 FILES_AT_A_TIME = 16
 """File sizes requested concurrently. On an object store each takes a round trip."""
 MOST_ASKED = 1_000
@@ -270,13 +272,13 @@ class Warehouse:
         table = self.table(reference.table)
         return RowExclusions(table, rule_of(table, reference), self.cache)
 
-    def day_contents(self, reference: SnapshotRef) -> dict[datetime.date, str]:
+    def day_contents(self, reference: SnapshotRef, days: Days = None) -> dict[datetime.date, str]:
         """Returns day -> a hash that identifies its rows, whatever files and order they are in.
 
         It works for days from any writer. It stays the same while only other days or the day's layout change.
         """
         known = row_hashes_by_files(self.table(reference.table))
-        return {day: known.get(name, name) for day, name in self.day_names(reference).items()}
+        return {day: known.get(name, name) for day, name in self.day_names(reference, days).items()}
 
     def day_bounds(self, reference: SnapshotRef, column: str) -> dict[datetime.date, tuple[int, int] | None]:
         """Returns day -> bounds of a column of dates or timestamps: days or microseconds since 1970, in UTC.
@@ -299,17 +301,19 @@ class Warehouse:
 
         return {day: bounds(files[day]) for day in files}
 
-    def day_names(self, reference: SnapshotRef) -> dict[datetime.date, str]:
+    def day_names(self, reference: SnapshotRef, days: Days = None) -> dict[datetime.date, str]:
         """Returns day -> a hash of the names of its files. Equal hashes mean equal rows at equal positions."""
-        return {day: one.name for day, one in self._days(reference).items()}
+        if days is None:
+            return {day: one.name for day, one in self._days(reference).items()}
+        return {day: _name_of(files) for day, files in self._files(reference, days).items()}
 
-    def day_files(self, reference: SnapshotRef) -> dict[datetime.date, list[DataFile]]:
+    def day_files(self, reference: SnapshotRef, days: Days = None) -> dict[datetime.date, list[DataFile]]:
         """Returns the data files of each day at the snapshot, in order of the days.
 
         Raises:
             StorageError: If rows of several days may share a file.
         """
-        found = self._files(reference)
+        found = self._files(reference, days)
         for one in (one for files in found.values() for one in files):
             refuse_mixed(one)
         return {day: [one.file for one in files] for day, files in found.items()}
@@ -339,10 +343,11 @@ class Warehouse:
             self.cache.get(key, lambda: found)
         return found
 
-    def _files(self, reference: SnapshotRef) -> dict[datetime.date, list[DayFile]]:
+    def _files(self, reference: SnapshotRef, days: Days = None) -> dict[datetime.date, list[DayFile]]:
         """Returns the data files of each day that has a row left."""
         left_out, files = self.left_out(reference), dict[datetime.date, list[DayFile]]()
-        for found in data_files(left_out.table, reference, cache=self.cache):
+        wanted = None if days is None else frozenset(days)
+        for found in data_files(left_out.table, reference, wanted, cache=self.cache):
             files.setdefault(found.rows.day, []).append(found)
         return {
             day: found

@@ -3,7 +3,7 @@
 import datetime
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pydantic import BaseModel
@@ -300,18 +300,6 @@ def days_condition(days: Sequence[SourceDay]) -> str:
             spans.append([day, day])
     tests = [f"{DAY} BETWEEN DATE '{first}' AND DATE '{last}'" for first, last in spans]
     return f"({' OR '.join(tests) or 'false'})"
-
-
-def group_days(days: Iterable[SourceDay], rows: int) -> Iterator[list[SourceDay]]:
-    """Groups days in their order, with at most `rows` rows a group. A larger day is a group of its own."""
-    group: list[SourceDay] = []
-    for day in days:
-        if group and sum(other.rows for other in group) + day.rows > rows:
-            yield group
-            group = []
-        group.append(day)
-    if group:
-        yield group
 
 
 def _as_json(stamps: Iterable[Stamp]) -> str:

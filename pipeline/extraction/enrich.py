@@ -1,4 +1,4 @@
-"""Stage entry: writes columns of feature sources into the days of an existing table, one day at a time.
+"""Stage entry: writes columns of feature sources into the days of an existing table.
 
 An ingest does so for the days that it writes: trainings read these columns from the table.
 """
@@ -6,9 +6,9 @@ An ingest does so for the days that it writes: trainings read these columns from
 import datetime
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from pipeline.extraction.data_loss import StoredDay
 from pipeline.transforms.joins import AnySource, EventWindow, FeatureJoin, History
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.days import last_notes
-from storage.snapshot.writing import replace_days
+from storage.snapshot.writing import replace_days, write_in_commits
 from storage.warehouse import Warehouse
 
 
@@ -93,7 +93,7 @@ def enrich(
     report: Callable[[int, int], None] = lambda done, total: None,
     only: Collection[datetime.date] | None = None,
 ) -> EnrichResult:
-    """Writes the columns of feature sources into days of a table. Each day is one commit; its other columns stay.
+    """Writes the columns of feature sources into days of a table, whose other columns stay.
 
     Memory holds what the warehouse needs to write, and one day of each feature source. Those with times are sorted on
     disk.
@@ -196,18 +196,22 @@ def _write_days(
     sides: Sequence[SourceColumns],
     report: Callable[[int, int], None],
 ) -> None:
-    """Writes the due days, each in one commit. Columns that are new leave the content that models have learned."""
+    """Writes the due days. Columns that are new leave the content that models have learned."""
     contents = warehouse.day_contents(snapshot) if columns.new else {}
     reader = _open_reader(warehouse, snapshot, columns.kept.names)
     identities = warehouse.written_days(snapshot.table)
-    done, total = 0, sum(plan.rows[day] for day in plan.due)
-    for day in plan.due:
-        batches = _join_rows(reader, day, sides, columns.written, partial(_report_from, report, done, total))
+    done, total = Counter[datetime.date](), sum(plan.rows[day] for day in plan.due)
+
+    def write(days: list[datetime.date]) -> None:
+        rows, before = sum(plan.rows[day] for day in days), done.total()
+        batches = _join_rows(reader, days, sides, columns.written, lambda count: report(before + count, total))
         replace_days(
-            warehouse, snapshot.table, {day: identities.get(day, "")}, columns.written, batches, plan.rows[day],
-            made_of=snapshot, anew=columns.added.names, notes={day: plan.notes[day]}, same=contents,
+            warehouse, snapshot.table, {day: identities.get(day, "") for day in days}, columns.written, batches, rows,
+            made_of=snapshot, anew=columns.added.names, notes={day: plan.notes[day] for day in days}, same=contents,
         )  # fmt: skip
-        done += plan.rows[day]
+        done.update({day: plan.rows[day] for day in days})
+
+    write_in_commits(plan.due, plan.rows.__getitem__, write)
 
 
 def _refuse_values(
@@ -218,6 +222,8 @@ def _refuse_values(
     for day in days:
         names = [name for name in columns.added.names if name not in noted.get(day, {})]
         names = [name for name in names if name in columns.existing]
+        if not names:
+            continue
         reader = _open_reader(warehouse, snapshot, names)
         batches = (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment))
         found = {name for batch in batches for name in names if batch.column(name).null_count < len(batch)}
@@ -231,30 +237,26 @@ def _refuse_values(
 def _open_reader(warehouse: Warehouse, snapshot: SnapshotRef, names: Sequence[str]) -> SnapshotReader:
     """Reads rows by the columns that the table has now, because these are written."""
     table = warehouse.table(snapshot.table)
-    return SnapshotReader(table, snapshot, names, None, table.schema())
+    return SnapshotReader(table, snapshot, names, None, table.schema(), warehouse.cache)
 
 
 def _join_rows(
     reader: SnapshotReader,
-    day: datetime.date,
+    days: Sequence[datetime.date],
     sides: Sequence[SourceColumns],
     schema: pa.Schema,
     on_rows: Callable[[int], None],
 ) -> Iterator[pa.RecordBatch]:
-    """Yields the rows of a day in their order, with the columns of the feature sources."""
+    """Yields the rows of days in their order, with the columns of the feature sources."""
     count = 0
-    for batch in (batch for fragment in reader.fragments([day]) for batch in reader.batches(fragment)):
+    for fragment, batch in ((one, batch) for one in reader.fragments(days) for batch in reader.batches(one)):
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         for side in sides:
-            columns |= dict(zip(side.names, side.look_up(columns, day), strict=True))
+            columns |= dict(zip(side.names, side.look_up(columns, fragment.day), strict=True))
         arrays = [columns[field.name].cast(field.type) for field in schema]
         yield pa.RecordBatch.from_arrays(arrays, schema=schema)
         count += batch.num_rows
         on_rows(count)
-
-
-def _report_from(report: Callable[[int, int], None], base: int, total: int, rows: int) -> None:
-    report(base + rows, total)
 
 
 def _identities(

@@ -30,7 +30,6 @@ from pipeline.extraction.days import (
     count_refused,
     days_condition,
     first_kept,
-    group_days,
     list_days,
     rows_of_days,
     select_days,
@@ -70,7 +69,7 @@ from pipeline.transforms.schema import FeatureSchema
 from storage.keys import map_names
 from storage.query import column_types, quote
 from storage.reader import DAY, SnapshotRef
-from storage.snapshot.writing import StagedDays, replace_days, stage_days
+from storage.snapshot.writing import StagedDays, in_commits, replace_days, stage_days
 
 
 class IngestResult(BaseModel, frozen=True):
@@ -422,7 +421,7 @@ def _measured(ingest: _Ingest, plan: _Plan) -> Iterator[tuple[pa.Table, StagedDa
         return
     from pipeline.data.measurement import ProfileBuilder  # loads numba
 
-    alone = len([*group_days(plan.due, ingest.config.rows_per_commit)]) == 1
+    alone = sum(day.rows for day in plan.due) <= ingest.config.rows_per_commit or len(plan.due) == 1
     only = None if ingest.config.profile else [name for name in rows.columns if name == context.label]
     columns = rows.columns if alone or only is None else [DAY, *only]
     schema, batches = good_rows(rows, plan.due, columns, plan.order if alone else "")
@@ -573,7 +572,7 @@ def _write_days(
         return
     warehouse, table = ingest.context.warehouse, ingest.context.table
     total, written = sum(day.kept for day in days), 0
-    for group in group_days(days, ingest.config.rows_per_commit):
+    for group in in_commits(days, lambda day: day.rows, ingest.config.rows_per_commit):
         if staged is not None:
             write_refused(plan.rows, warehouse, table, group, plan.order)
             staged.commit(identities_of(group), notes_of(group))

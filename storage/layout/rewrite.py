@@ -3,6 +3,7 @@
 import datetime
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import duckdb
@@ -16,6 +17,7 @@ from storage.errors import StorageError
 from storage.layout.spec import Layout
 from storage.query import connect
 from storage.reader import SnapshotReader, SnapshotRef, open_parquet
+from storage.snapshot.files import FILES_AT_A_TIME
 from storage.snapshot.writing import replace_files
 from storage.warehouse import Warehouse
 from storage.writer import MARK, DataFileWriter, collect_chunks
@@ -53,11 +55,14 @@ def layout_of(warehouse: Warehouse, name: str) -> Layout:
 def days_in_other_layouts(warehouse: Warehouse, reference: SnapshotRef) -> list[datetime.date]:
     """Returns days that have a file in another layout than the table's."""
     table, layout = warehouse.table(reference.table), layout_of(warehouse, reference.table)
-    return [
-        day
+    some = {
+        (day, file.file_path.rpartition("/")[2].split("-", 2)[-1]): file  # one of each write: names end with it
         for day, files in warehouse.day_files(reference).items()
-        if any(_read_mark(table.io, file) != layout.mark for file in files)
-    ]
+        for file in files
+    }
+    with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
+        marks = pool.map(lambda file: _read_mark(table.io, file), some.values())
+    return sorted({day for (day, _), mark in zip(some, marks, strict=True) if mark != layout.mark})
 
 
 def days_to_compact(warehouse: Warehouse, reference: SnapshotRef) -> list[datetime.date]:
@@ -71,60 +76,75 @@ def days_to_compact(warehouse: Warehouse, reference: SnapshotRef) -> list[dateti
     ]
 
 
-def rewrite_day(
+def rewrite_days(
     warehouse: Warehouse,
     name: str,
-    day: datetime.date,
+    days: Sequence[datetime.date],
     temporary: Path,
     columns: Sequence[str] | None = None,
     check: Callable[[SnapshotRef, datetime.date], None] = lambda reference, day: None,
-) -> RewriteResult:
-    """Rewrites a day in the table's layout, in one commit. The day keeps its identity.
+) -> list[RewriteResult]:
+    """Rewrites days in the table's layout, in one commit. They keep their identities.
 
     The new files are read back before the commit. Unless they hold the same rows, nothing changes. Memory holds
     `file_rows` rows. Rows are read and written with the table's current columns.
 
     Args:
         columns: Columns to write. None: all of the table.
-        check: Called before the day is read. If it raises, nothing changes.
+        check: Called for each day before it is read. If it raises, nothing changes.
     Raises:
-        ConflictError: If another writer changed the day in the meantime.
+        ConflictError: If another writer changed one of the days in the meantime.
         StorageError: If the rows written differ from the rows read.
     """
     table, reference = warehouse.writable(name), warehouse.current(name)
-    check(reference, day)
     names = table.schema().as_arrow().names if columns is None else columns
-    reader = SnapshotReader(table, reference, names, None, table.schema())
-    before, rows = warehouse.day_files(reference)[day], warehouse.count_rows(reference, [day])
+    reader = SnapshotReader(table, reference, names, None, table.schema(), warehouse.cache)
+    before, after = warehouse.day_files(reference, days), dict[datetime.date, list[DataFile]]()
     sums = connect([], temporary, "1GB")
-    after: list[DataFile] = []
 
     def files(writer: DataFileWriter) -> Iterator[DataFile]:
-        read, written = RowChecksum(), RowChecksum()
-        for chunk in collect_chunks(reader.empty().schema, _rows(reader, day), writer.layout.file_rows):
-            read = read.plus(sums, chunk)
-            after.extend(writer.write(chunk))
-        for file in after:
-            for part in _read_back(writer.io, file, reader.columns):
-                written = written.plus(sums, part)
-        expected = RowChecksum(rows=rows, hashes=read.hashes)
-        if written != expected or read.rows != expected.rows:
-            raise StorageError(
-                f"day {day} of table '{name}'", f"the same {expected.rows} rows after rewriting",
-                f"{written.rows} other rows", "The day is unchanged. Report this as a bug.",
-            )  # fmt: skip
-        yield from after
+        for day in days:
+            check(reference, day)
+            after[day] = _rewrite(reader, writer, day, warehouse.count_rows(reference, [day]), sums)
+            yield from after[day]
 
-    identity = warehouse.day_identities(name).get(day, "")
-    notes = {found: note for found, note in warehouse.day_notes(name).items() if found == day}
-    same = {day: warehouse.day_contents(reference)[day]}
-    replace_files(warehouse, table, {day: identity}, files, notes=notes, same=same)
-    return RewriteResult(
-        day=day,
-        rows=rows,
-        files=(len(before), len(after)),
-        bytes=(sum(f.file_size_in_bytes for f in before), sum(f.file_size_in_bytes for f in after)),
-    )
+    known, noted, chosen = warehouse.day_identities(name), warehouse.day_notes(name), set(days)
+    notes = {day: note for day, note in noted.items() if day in chosen}
+    same = warehouse.day_contents(reference, days)
+    replace_files(warehouse, table, {day: known.get(day, "") for day in days}, files, notes=notes, same=same)
+    return [
+        RewriteResult(
+            day=day,
+            rows=sum(file.record_count for file in after[day]),
+            files=(len(before[day]), len(after[day])),
+            bytes=(sum(f.file_size_in_bytes for f in before[day]), sum(f.file_size_in_bytes for f in after[day])),
+        )
+        for day in days
+    ]
+
+
+def _rewrite(
+    reader: SnapshotReader, writer: DataFileWriter, day: datetime.date, rows: int, sums: duckdb.DuckDBPyConnection
+) -> list[DataFile]:
+    """Writes the files of a day, and compares their rows with those that were read.
+
+    Args:
+        rows: Of the day, as metadata tells.
+    """
+    read, written, files = RowChecksum(), RowChecksum(), list[DataFile]()
+    for chunk in collect_chunks(reader.empty().schema, _rows(reader, day), writer.layout.file_rows):
+        read = read.plus(sums, chunk)
+        files.extend(writer.write(chunk))
+    for file in files:
+        for part in _read_back(writer.io, file, reader.columns):
+            written = written.plus(sums, part)
+    expected = RowChecksum(rows=rows, hashes=read.hashes)
+    if written != expected or read.rows != expected.rows:
+        raise StorageError(
+            f"day {day} of table '{reader.reference.table}'", f"the same {expected.rows} rows after rewriting",
+            f"{written.rows} other rows", "The day is unchanged. Report this as a bug.",
+        )  # fmt: skip
+    return files
 
 
 def _rows(reader: SnapshotReader, day: datetime.date) -> Iterator[pa.RecordBatch]:

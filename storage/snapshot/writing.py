@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import pyarrow as pa
 from pyiceberg.exceptions import CommitFailedException, TableAlreadyExistsError
@@ -17,7 +17,7 @@ from pyiceberg.table.snapshots import Operation
 
 from storage.arrow import family_of, is_same_type
 from storage.config import find_owner
-from storage.errors import ConflictError, StorageError
+from storage.errors import ConflictError, ContractError, StorageError, UnknownCommitError
 from storage.keys import is_key
 from storage.snapshot.catalog import PART_OF, new_table
 from storage.snapshot.commit import CachedTransaction, RecordingIO, ReplacedDays, committing
@@ -27,6 +27,45 @@ from storage.snapshot.files import SnapshotRef, data_files, day_of
 from storage.snapshot.pyiceberg_private import table_of
 from storage.warehouse import Warehouse, check_name, reference_of, refuse_mixed
 from storage.writer import DataFileWriter, collect_chunks
+
+COMMIT_ROWS = 5_000_000
+"""Days with so many rows are written in one commit. What a commit costs grows with the days of the table."""
+T = TypeVar("T")
+
+
+def in_commits(days: Iterable[T], rows: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Groups days in their order, with at most so many rows a group. A larger day is a group of its own.
+
+    Example:
+        >>> list(in_commits([3, 4, 9, 1], lambda day: day, 7))
+        [[3, 4], [9], [1]]
+    """
+    group: list[T] = []
+    count = 0
+    for day in days:
+        if group and count + rows(day) > most:
+            yield group
+            group, count = [], 0
+        group.append(day)
+        count += rows(day)
+    if group:
+        yield group
+
+
+def write_in_commits(days: Iterable[T], rows: Callable[[T], int], write: Callable[[list[T]], object]) -> None:
+    """Writes days in groups of COMMIT_ROWS. Those of a group that fails are written one by one, up to the one at fault.
+
+    Args:
+        write: Writes a group in one commit.
+    """
+    for group in in_commits(days, rows, COMMIT_ROWS):
+        try:
+            write(group)
+        except ContractError as error:
+            if len(group) == 1 or isinstance(error, UnknownCommitError):
+                raise
+            for day in group:
+                write([day])
 
 
 class DayRecords(TypedDict, total=False):

@@ -29,7 +29,7 @@ from storage import warehouse, writer
 from storage.config import WarehouseConfig
 from storage.durable import DurableFileIO
 from storage.errors import ConflictError, UnknownCommitError
-from storage.layout.rewrite import rewrite_day
+from storage.layout.rewrite import rewrite_days
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot import maintenance
 from storage.snapshot.maintenance import drop_tags, expire, list_tags, vacuum
@@ -215,7 +215,7 @@ class Run:
 
     def compact(self) -> None:
         day, place = self.draw.choice(sorted(self.now)), self.disk.root.parent / "duckdb"
-        self.repeat("compact", lambda house: rewrite_day(house, TABLE, datetime.date.fromisoformat(day), place))
+        self.repeat("compact", lambda house: rewrite_days(house, TABLE, [datetime.date.fromisoformat(day)], place))
 
     def tag(self) -> None:
         name = f"tag-{self.new_version()}"

@@ -19,7 +19,7 @@ from pyiceberg.utils.config import Config
 
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError, UnknownCommitError
-from storage.layout.rewrite import rewrite_day
+from storage.layout.rewrite import rewrite_days
 from storage.reader import SnapshotRef
 from storage.snapshot.commit import ReplacedDays
 from storage.snapshot.maintenance import expire
@@ -130,7 +130,7 @@ def test_a_day_that_another_engine_has_changed_is_not_as_written(warehouse: Ware
     assert warehouse.changed_days("events") == {DAY1: "first", DAY2: "first"}
     expire(warehouse, "events", datetime.timedelta(0))
     assert warehouse.changed_days("events") == {DAY1: "first", DAY2: "first"}
-    rewrite_day(warehouse, "events", DAY1, warehouse.home / "tmp")  # other files, the same foreign rows
+    rewrite_days(warehouse, "events", [DAY1], warehouse.home / "tmp")  # other files, the same foreign rows
     assert warehouse.written_days("events") == {DAY3: "first"}
     assert warehouse.changed_days("events") == {DAY1: "first", DAY2: "first"}
     write(warehouse, rows(DAY1, 3), rows(DAY2, 3), identity="first")

@@ -19,11 +19,12 @@ from storage.layout.rewrite import (
     days_in_other_layouts,
     days_to_compact,
     layout_of,
-    rewrite_day,
+    rewrite_days,
     set_layout,
 )
 from storage.reader import SnapshotRef
 from storage.snapshot.maintenance import expire, vacuum
+from storage.snapshot.writing import write_in_commits
 
 Result = dict[str, Any]
 
@@ -47,7 +48,7 @@ def apply_layout(
     megabytes_per_second: float,
     force: bool,
 ) -> Result:
-    """A layout -> days rewritten in it. Safe to repeat: days that have it stay. Each other day is one commit."""
+    """A layout -> days rewritten in it. Safe to repeat: days that have it stay."""
     warehouse, figures = workspace.warehouse, {}
     current = layout_of(warehouse, name)
     if current.first and not force and tuple(order_by) in ((), current.order_by):
@@ -76,7 +77,7 @@ def compact_table(workspace: Workspace, name: str) -> Result:
 
 @step("flatten")
 def flatten_table(workspace: Workspace, name: str) -> Result:
-    """Maps of features -> a column for each key. Safe to repeat: finished days stay, each other one is one commit.
+    """Maps of features -> a column for each key. Safe to repeat: finished days stay.
 
     Configs that name keys train the same model before, after and meanwhile. Columns that the config reads come first
     in the files, then those of most rows.
@@ -182,25 +183,29 @@ def _rewrite_locked(
     columns: Sequence[str] | None = None,
     keys: Mapping[str, int] | None = None,
 ) -> list[RewriteResult]:
-    """Rewrites days one by one.
+    """Rewrites days.
 
     Args:
         columns: Columns to write. None: all.
         keys: Columns for all keys of the table's maps, if they are flattened. None: they stay.
     """
-    done = []
-
-    def check(reference: SnapshotRef, day: datetime.date) -> None:
-        if keys is not None:
-            refuse_new_keys(workspace.warehouse, reference, day, keys)
+    warehouse, done = workspace.warehouse, list[RewriteResult]()
+    numbers, rows = {day: number for number, day in enumerate(days)}, warehouse.day_rows(warehouse.current(name))
 
     with (
         exclusive_dir(workspace.home / "tmp" / f"layout-{name}") as temporary,
         workspace.console.progress("days") as progress,
     ):
-        for number, day in enumerate(days):
-            progress("rewrite", number, len(days), str(day))
-            done.append(rewrite_day(workspace.warehouse, name, day, temporary, columns, check))
+
+        def begin(reference: SnapshotRef, day: datetime.date) -> None:
+            progress("rewrite", numbers[day], len(days), str(day))
+            if keys is not None:
+                refuse_new_keys(warehouse, reference, day, keys)
+
+        def rewrite(group: list[datetime.date]) -> None:
+            done.extend(rewrite_days(warehouse, name, group, temporary, columns, begin))
+
+        write_in_commits(days, rows.__getitem__, rewrite)
         if days:
             progress("rewrite", len(days), len(days))
     return done

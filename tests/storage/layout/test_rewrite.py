@@ -13,8 +13,16 @@ from pyiceberg.types import DoubleType, StringType
 
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError
-from storage.layout.rewrite import days_in_other_layouts, days_to_compact, layout_of, rewrite_day, set_layout
+from storage.layout.rewrite import (
+    RewriteResult,
+    days_in_other_layouts,
+    days_to_compact,
+    layout_of,
+    rewrite_days,
+    set_layout,
+)
 from storage.layout.spec import Layout
+from storage.snapshot import writing
 from storage.warehouse import Warehouse
 from tests.homes import read_rows, write_days
 
@@ -56,12 +64,12 @@ def test_rewritten_days_have_their_rows_their_order_and_their_identity(warehouse
     set_layout(warehouse.table("events"), LAYOUT)
     assert layout_of(warehouse, "events") == LAYOUT
     assert days_in_other_layouts(warehouse, warehouse.current("events")) == [DAY1, DAY2, DAY3]
-    done = rewrite_day(warehouse, "events", DAY1, tmp_path)
+    (done,) = rewrite_days(warehouse, "events", [DAY1], tmp_path)
     assert (done.rows, done.files[1]) == (90, 1)
     assert done.files[0] > 5
     assert days_in_other_layouts(warehouse, warehouse.current("events")) == [DAY2, DAY3]
-    rewrite_day(warehouse, "events", DAY2, tmp_path)
-    rewrite_day(warehouse, "events", DAY3, tmp_path)
+    rewrite_days(warehouse, "events", [DAY2], tmp_path)
+    rewrite_days(warehouse, "events", [DAY3], tmp_path)
     assert days_in_other_layouts(warehouse, warehouse.current("events")) == []
     assert [str(row) for row in read(warehouse).to_pylist()] == in_order(rows, "session")
     assert warehouse.written_days("events") == {DAY1: "i", DAY2: "i", DAY3: "third"}
@@ -73,7 +81,7 @@ def test_files_have_the_popular_columns_first(warehouse: Warehouse, tmp_path: Pa
     write(warehouse, table(DAY1, 90))
     before = set(home.rglob("*.parquet"))
     set_layout(warehouse.table("events"), LAYOUT)
-    rewrite_day(warehouse, "events", DAY1, tmp_path)
+    rewrite_days(warehouse, "events", [DAY1], tmp_path)
     for path in set(home.rglob("*.parquet")) - before:
         file = pq.ParquetFile(path)
         assert file.schema_arrow.names == ["tags", "x", "day", "session", "text"]
@@ -89,7 +97,7 @@ def test_a_rewrite_has_the_columns_of_today(warehouse: Warehouse, tmp_path: Path
     with events.update_schema() as update:
         update.add_column("x", DoubleType()).add_column("late", StringType())
     set_layout(warehouse.table("events"), LAYOUT)
-    rewrite_day(warehouse, "events", DAY1, tmp_path)
+    rewrite_days(warehouse, "events", [DAY1], tmp_path)
     names = ["words", "x", "late"]
     rows = warehouse.table("events").scan(selected_fields=("session", *names)).to_arrow()
     assert rows["x"].null_count == rows["late"].null_count == 40  # never the values of the dropped column
@@ -99,7 +107,7 @@ def test_a_rewrite_has_the_columns_of_today(warehouse: Warehouse, tmp_path: Path
 def test_a_table_that_gains_a_column_keeps_its_layout(warehouse: Warehouse, tmp_path: Path) -> None:
     write(warehouse, table(DAY1, 40))
     set_layout(warehouse.table("events"), LAYOUT.model_copy(update={"order_by": ("session", "gone")}))
-    rewrite_day(warehouse, "events", DAY1, tmp_path)  # not a column
+    rewrite_days(warehouse, "events", [DAY1], tmp_path)  # not a column
     wider = table(DAY2, 20).append_column("new", pa.array(range(20)))
     write(warehouse, wider)
     assert days_in_other_layouts(warehouse, warehouse.current("events")) == []
@@ -113,7 +121,7 @@ def test_small_files_become_few(tmp_path: Path, home: Path) -> None:
     warehouse, rows = Warehouse(large, home), read(small)
     set_layout(warehouse.table("events"), warehouse.default_layout)
     assert days_to_compact(warehouse, warehouse.current("events")) == [DAY1]
-    done = rewrite_day(warehouse, "events", DAY1, tmp_path)
+    (done,) = rewrite_days(warehouse, "events", [DAY1], tmp_path)
     assert (done.files[0] > 10, done.files[1]) == (True, 2)
     assert days_to_compact(warehouse, warehouse.current("events")) == []
     assert str(read(warehouse).to_pylist()) == str(rows.to_pylist())  # in their order
@@ -135,7 +143,7 @@ def test_rows_that_come_out_differently_stop_the_commit(
     with pytest.raises(
         StorageError, match=r"^day 2024-01-01 of table 'events': expected the same 90 rows after rewriting, got"
     ):
-        rewrite_day(warehouse, "events", DAY1, tmp_path)
+        rewrite_days(warehouse, "events", [DAY1], tmp_path)
     assert warehouse.current("events") == old
     assert set(home.rglob("*.parquet")) == before
 
@@ -155,6 +163,40 @@ def test_a_day_that_another_writer_changes_is_left_alone(
 
     monkeypatch.setattr(rewrite, "_rows", then_theirs)
     with pytest.raises(ConflictError):
-        rewrite_day(warehouse, "events", DAY1, tmp_path)
+        rewrite_days(warehouse, "events", [DAY1], tmp_path)
     assert warehouse.written_days("events") == {DAY1: "theirs"}
     assert read(warehouse).num_rows == 30
+
+
+@pytest.mark.parametrize(("most", "commits"), [(10**6, 1), (60, 5), (1, 9)])
+def test_small_days_share_a_commit(
+    most: int, commits: int, warehouse: Warehouse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = [DAY1 + datetime.timedelta(number) for number in range(9)]
+    write(warehouse, *(table(day, 30, number) for number, day in enumerate(days)))
+    set_layout(warehouse.table("events"), LAYOUT)
+    rows, before = read(warehouse).to_pylist(), len(warehouse.table("events").snapshots())
+    monkeypatch.setattr(writing, "COMMIT_ROWS", most)
+    done: list[RewriteResult] = []
+    writing.write_in_commits(
+        days, lambda day: 30, lambda group: done.extend(rewrite_days(warehouse, "events", group, tmp_path))
+    )
+    assert [(one.day, one.rows, one.files[1]) for one in done] == [(day, 30, 1) for day in days]
+    assert len(warehouse.table("events").snapshots()) == before + commits
+    assert days_in_other_layouts(warehouse, warehouse.current("events")) == []
+    assert sorted(map(str, read(warehouse).to_pylist())) == sorted(map(str, rows))
+    assert warehouse.written_days("events") == dict.fromkeys(days, "i")
+
+
+def test_days_before_one_that_fails_are_done(warehouse: Warehouse, tmp_path: Path) -> None:
+    days = [DAY1 + datetime.timedelta(number) for number in range(6)]
+    write(warehouse, *(table(day, 30, number) for number, day in enumerate(days)))
+    set_layout(warehouse.table("events"), LAYOUT)
+    (file,) = warehouse.day_files(warehouse.current("events"))[days[4]][:1]
+    path = Path(file.file_path.removeprefix("file://"))
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(StorageError, match=path.name):
+        writing.write_in_commits(days, lambda day: 30, lambda group: rewrite_days(warehouse, "events", group, tmp_path))
+    path.write_bytes(content)
+    assert days_in_other_layouts(warehouse, warehouse.current("events")) == days[4:]

@@ -20,7 +20,7 @@ from pyiceberg.types import DateType, DoubleType, NestedField, StringType
 
 from storage.errors import CorruptFileError, StorageError
 from storage.layout.columns import Footers
-from storage.layout.rewrite import days_to_compact, rewrite_day, set_layout
+from storage.layout.rewrite import days_to_compact, rewrite_days, set_layout
 from storage.layout.spec import Layout
 from storage.reader import SnapshotReader, SnapshotRef
 from storage.snapshot.writing import append_rows
@@ -283,7 +283,7 @@ def test_deleted_rows_are_left_out_wherever_rows_are_read_or_counted(
     assert len(read_at(warehouse, first)) == 36  # a pinned snapshot stays as it was
     assert warehouse.changed_days("events") == {DAY1: "i"}
     assert days_to_compact(warehouse, current) == [DAY1]
-    rewrite_day(warehouse, "events", DAY1, tmp_path)
+    rewrite_days(warehouse, "events", [DAY1], tmp_path)
     assert days_to_compact(warehouse, warehouse.current("events")) == []
     assert {row[1] for row in read(warehouse)} == left
     assert {*warehouse.table("events").scan().to_arrow()["id"].to_pylist()} == left

@@ -27,7 +27,7 @@ from sqlalchemy import text
 
 from storage.config import TableConfig, WarehouseConfig
 from storage.errors import StorageError
-from storage.layout.rewrite import rewrite_day, set_layout
+from storage.layout.rewrite import rewrite_days, set_layout
 from storage.layout.spec import Layout
 from storage.reader import DAY
 from storage.snapshot.maintenance import drop_tags, expire, vacuum
@@ -235,7 +235,7 @@ def test_a_table_is_never_changed(theirs: Catalog, opened: Callable[..., Warehou
         lambda: append_rows(warehouse, "samples", rows.schema, rows.to_pylist()),
         lambda: warehouse.set_properties("samples", {"a": "b"}),
         lambda: set_layout(warehouse.table("samples"), Layout(codec="lz4")),
-        lambda: rewrite_day(warehouse, "samples", START.date(), tmp_path),
+        lambda: rewrite_days(warehouse, "samples", [START.date()], tmp_path),
         lambda: expire(warehouse, "samples", datetime.timedelta()),
         lambda: vacuum(warehouse, "samples", datetime.timedelta(), dry_run=False),
         lambda: drop_tags(warehouse, "samples", ["a"]),

@@ -21,7 +21,7 @@ from pipeline.jobs.recurring.run import train_day, train_new_days
 from pipeline.jobs.training.provenance import RECORD, Record
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.tracking import RESULT
-from storage.layout.rewrite import rewrite_day
+from storage.layout.rewrite import rewrite_days
 from tests.homes import open_smoke, write_days
 
 SPLIT = {"hash": {"key": "user", "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01..2025-01-02"]}}
@@ -223,7 +223,7 @@ def test_the_same_rows_in_other_files_are_not_new(workspace: Workspace, tmp_path
     promote(workspace, 3)
     table = workspace.warehouse
     before = table.day_names(table.current("mornings"))
-    rewrite_day(table, "mornings", january(2), tmp_path)
+    rewrite_days(table, "mornings", [january(2)], tmp_path)
     assert table.day_names(table.current("mornings")) != before
     assert find_next_days(workspace).changed == ()
 

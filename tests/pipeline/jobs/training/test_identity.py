@@ -18,7 +18,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
 from pipeline.transforms.plan.plan import Plan
 from storage.errors import StorageError
-from storage.layout.rewrite import rewrite_day
+from storage.layout.rewrite import rewrite_days
 from storage.warehouse import Warehouse
 from tests.homes import open_smoke, rows_of, write_days
 
@@ -46,7 +46,7 @@ def test_rows_that_are_not_learned_from_do_not_change_the_name(home: Path) -> No
     before = pin()
     ingest(open_(), (datetime.date(2025, 1, 10),))
     warehouse = open_().warehouse
-    rewrite_day(warehouse, "smoke", FIRST[0], home)
+    rewrite_days(warehouse, "smoke", [FIRST[0]], home)
     assert warehouse.current("smoke") != before.snapshot
     after = pin()
     assert (after.identity, after.snapshot) == (before.identity, warehouse.current("smoke"))
@@ -78,7 +78,7 @@ def test_a_killed_training_resumes_on_its_own_snapshot_after_a_compaction(home: 
     """A checkpoint holds a position in the files of that snapshot."""
     killed = pin()
     begin(open_(), killed)
-    rewrite_day(open_().warehouse, "smoke", FIRST[0], home)
+    rewrite_days(open_().warehouse, "smoke", [FIRST[0]], home)
     ingest(open_(), (datetime.date(2025, 1, 10),))
     resumed = pin()
     assert (resumed.folder, resumed.snapshot) == (killed.folder, killed.snapshot)
@@ -141,7 +141,7 @@ def test_the_rows_of_another_snapshot_are_fitted_again(home: Path, monkeypatch: 
     """Their order may be another one, and their mean rounded in another way."""
     fits = count_fits(monkeypatch)
     pin()
-    rewrite_day(open_().warehouse, "smoke", FIRST[0], home)
+    rewrite_days(open_().warehouse, "smoke", [FIRST[0]], home)
     pin(seed=7)
     assert len(fits) == 2
 
@@ -224,7 +224,7 @@ def test_evaluation_rows_have_a_name_of_their_own(home: Path) -> None:
         return name_test_rows(workspace.warehouse, pin(**keys).data)
 
     before = name()
-    rewrite_day(open_().warehouse, "smoke", FIRST[3], home)
+    rewrite_days(open_().warehouse, "smoke", [FIRST[3]], home)
     assert name() == before
     ingest(open_(source__generator__rows_per_day=101), FIRST[3:], force=True)
     assert name() != before
