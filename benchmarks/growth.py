@@ -9,13 +9,16 @@ between few and many days; each adds a day. Figures are medians, with the files 
 
 With `--history`: sorting a log of events for a history, whole and after one more day, of `--rows` events a day.
 
-With `--commands`: a training that is done, `features`, `clean` with nothing to remove, and `score` of one more day, on
-samples with a small model. Whole commands, start included.
+With `--commands`: a training that is done, `features`, `clean` with nothing to remove, `score` of one more day, and a
+`recurring` that ingests and learns one more day, on samples with a small model. Whole commands, start included.
+`--runs` copies a run and its version many times first, without the steps of its metrics.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -60,11 +63,12 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--history", action="store_true", help="sort a log of events")
     parser.add_argument("--commands", action="store_true", help="other commands than ingest")
+    parser.add_argument("--runs", type=int, default=0, help="copies of a run in MLflow, where there are many days")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
     if chosen.history or chosen.commands:
-        compare = _compare_sorting if chosen.history else _compare_commands
-        seconds = compare(chosen.days, chosen.rows, chosen.rounds)
+        sizes = (chosen.days, chosen.rows, chosen.rounds)
+        seconds = _compare_sorting(*sizes) if chosen.history else _compare_commands(*sizes, chosen.runs)
         figures = {"commands": seconds, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
         table = {
             name: {f"{count:,} days, s": round(value, 2) for count, value in one.items()}
@@ -103,8 +107,12 @@ def _compare(kind: str, days: Sequence[int], rows: int, rounds: int) -> dict[str
     return {"days": medians, "growth": many["one_more_day_seconds"] / few["one_more_day_seconds"]}
 
 
-def _compare_commands(days: Sequence[int], rows: int, rounds: int) -> dict[str, dict[int, float]]:
-    """Returns command -> number of days -> median seconds."""
+def _compare_commands(days: Sequence[int], rows: int, rounds: int, runs: int) -> dict[str, dict[int, float]]:
+    """Returns command -> number of days -> median seconds.
+
+    Args:
+        runs: As many runs and a tenth as many versions are in MLflow, where there are many days.
+    """
     passes: dict[str, dict[int, list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="dlrm-growth-") as folder:
         sources = {count: Source(Path(folder, f"{count}"), "samples", rows) for count in days}
@@ -113,6 +121,10 @@ def _compare_commands(days: Sequence[int], rows: int, rounds: int) -> dict[str, 
             source.ingest()
             for words in (["flows.train"], ["flows.promote", "version=1"], ["flows.score"]):
                 source.command(*words)
+            for words in (["flows.ingest"], ["flows.train"], ["flows.promote", "version=1"]):
+                source.command(*words, *source.nightly())
+            if count == max(days):
+                _copy_runs(source.folder / "home" / "mlflow" / "mlflow.db", runs)
             say(f"the first {count} days")
         for _ in range(rounds):
             for count, source in sources.items():
@@ -120,8 +132,30 @@ def _compare_commands(days: Sequence[int], rows: int, rounds: int) -> dict[str, 
                     passes.setdefault(words[0], {}).setdefault(count, []).append(source.command(*words)[0])
                 source.write(1)
                 source.ingest()
-                passes.setdefault("flows.score", {}).setdefault(count, []).append(source.command("flows.score")[0])
+                for words in (["flows.score"], ["flows.recurring", *source.nightly()]):
+                    passes.setdefault(words[0], {}).setdefault(count, []).append(source.command(*words)[0])
     return {name: {count: median(seconds) for count, seconds in found.items()} for name, found in passes.items()}
+
+
+def _copy_runs(database: Path, count: int) -> None:
+    """Copies the newest run of a registry many times, and its version a tenth as many times."""
+    with contextlib.closing(sqlite3.connect(database)) as connection, connection:
+        (run,) = connection.execute("SELECT run_uuid FROM runs ORDER BY start_time DESC LIMIT 1").fetchone()
+        numbers = f"WITH RECURSIVE n(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < {count})"
+        for table in ("runs", "latest_metrics", "params", "tags"):
+            names = [one[1] for one in connection.execute(f"PRAGMA table_info({table})")]
+            values = ["printf('%032x', n)" if name == "run_uuid" else name for name in names]
+            query = f"{numbers} INSERT INTO {table} ({', '.join(names)}) SELECT {', '.join(values)} FROM {table}, n"
+            connection.execute(f"{query} WHERE run_uuid = ?", [run])
+        (version,) = connection.execute("SELECT max(version) FROM model_versions").fetchone()
+        for table in ("model_versions", "model_version_tags"):
+            names = [one[1] for one in connection.execute(f"PRAGMA table_info({table})")]
+            values = [f"{version} + n" if name == "version" else name for name in names]
+            values = [
+                "printf('%032x', n)" if name == "run_id" else value for name, value in zip(names, values, strict=True)
+            ]
+            query = f"{numbers} INSERT INTO {table} ({', '.join(names)}) SELECT {', '.join(values)} FROM {table}, n"
+            connection.execute(f"{query} WHERE version = ? AND n <= {count // 10}", [version])
 
 
 def _compare_sorting(days: Sequence[int], rows: int, rounds: int) -> dict[str, dict[int, float]]:
@@ -164,7 +198,7 @@ class Source:
 
     def __init__(self, folder: Path, kind: str, rows: int, columns: int = 16, table_rows: int = 100_000) -> None:
         self.folder, self.kind, self.rows, self.columns, self.days = folder, kind, rows, columns, 0
-        self.table_rows = table_rows
+        self.table_rows, self.first = table_rows, ""
         (folder / "rows").mkdir(parents=True)
         (folder / "outcomes").mkdir()
         self.config = folder / "config.yaml"
@@ -238,6 +272,14 @@ class Source:
         """Returns the seconds of the command, and what it says of the table of `rows`."""
         seconds, result = self.command("flows.ingest")
         return seconds, result["events"]["seen"] if self.kind == "events" else result
+
+    def nightly(self) -> list[str]:
+        """Returns the overrides of a config that learns each day after those that are there at the first call."""
+        if not self.first:
+            self.first = f"{_day(self.days - 8)}..{_day(self.days - 1)}"
+        shares = {"train": 0.8, "valid": 0.1, "test": 0.1}
+        split = {"days": None, "hash": {"key": ["impression_id"], "shares": shares, "days": [self.first]}}
+        return ["name=nightly", f"split={json.dumps(split)}"]
 
     def command(self, module: str, *words: str) -> tuple[float, dict[str, Any]]:
         """Runs a command on the config. Returns its seconds, and its result if it prints one."""

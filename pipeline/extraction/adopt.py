@@ -73,10 +73,7 @@ def adopt(
                 store(warehouse, table, measured, {day: contents[day] for day in group})
                 report("check", start + len(group), len(due))
     finally:
-        merged = CheckResult(
-            days=tuple(day for one in results for day in one.days if day.outcome != "stored"),
-            findings=tuple(finding for one in results for finding in one.findings),
-        )
+        merged = CheckResult.of(results)
         if merged.days:
             on_checked(merged)
     return IngestResult(

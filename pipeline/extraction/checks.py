@@ -63,6 +63,19 @@ class CheckResult(BaseModel, frozen=True):
     days: tuple[DayCheck, ...] = ()
     findings: tuple[CheckFinding, ...] = ()
 
+    @classmethod
+    def of(cls, results: Sequence["CheckResult"]) -> "CheckResult":
+        """Returns the results of several groups of days as one."""
+        judged = [day for one in results for day in one.days if day.outcome != "stored"]
+        stored = [day for one in results[:1] for day in one.days if day.outcome == "stored"]
+        days = tuple(sorted([*judged, *stored], key=lambda day: day.day))
+        return cls(days=days, findings=tuple(finding for one in results for finding in one.findings))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rule ends the ingest."""
+        return any(finding.outcome == "fail" for finding in self.findings)
+
     @property
     def held_back(self) -> set[datetime.date]:
         """Days to hold back from the table."""

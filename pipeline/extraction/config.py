@@ -387,7 +387,7 @@ class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     max_quarantined_share: float = Field(default=0.01, ge=0.0, le=1.0)
     """Share of a day's rows that may be quarantined. A day above it fails the ingest."""
     rows_per_commit: PositiveInt = 5_000_000
-    """Days are written together up to this many rows; each group is one commit."""
+    """Days are checked and written together up to this many rows; each group is one commit."""
     order_by: tuple[str, ...] = ()
     """Columns to sort a day's rows by, such as a session and a time. Empty: rows are not sorted."""
     other_sources: bool = False

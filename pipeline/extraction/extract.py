@@ -4,7 +4,7 @@ import datetime
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,7 +15,6 @@ from pipeline.data.day_notes import DayNote, day_notes
 from pipeline.data.formats.checksums import verify_pages
 from pipeline.data.joined.states import note_states
 from pipeline.data.present import newest_day
-from pipeline.data.profile import SCHEMA
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError, keep_if_failed
 from pipeline.extraction.absolute import KEYS_MATCHED, Broken, count_matched, find_few, open_sources
 from pipeline.extraction.checks import CheckFinding, CheckResult, Columns
@@ -68,7 +67,7 @@ from pipeline.extraction.writing import (
 from pipeline.transforms.schema import FeatureSchema
 from storage.keys import map_names
 from storage.query import column_types, quote
-from storage.reader import DAY, SnapshotRef
+from storage.reader import SnapshotRef
 from storage.snapshot.writing import StagedDays, in_commits, replace_days, stage_days
 
 
@@ -148,7 +147,7 @@ class _Ingest:
 
 
 class _Phases:
-    """Seconds of the phases of an ingest, which follow each other."""
+    """Seconds of the phases of an ingest, which follow each other, some of them several times."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -157,7 +156,7 @@ class _Phases:
     def end(self, phase: str) -> None:
         """Ends a phase."""
         now = time.perf_counter()
-        self.seconds[phase], self._begun = now - self._begun, now
+        self.seconds[phase], self._begun = self.seconds.get(phase, 0.0) + now - self._begun, now
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def extract(
     Args:
         only: Days to write; empty means all.
         force: Also writes days that the table already has, and checks again those that were held back.
-        on_checked: Called with the result of the checks on the new days, before anything is written.
+        on_checked: Called with the result of the checks on the new days, before the last group of them is written.
         warn: Called with each problem that does not end the ingest.
     Raises:
         ConfigError: If the source lacks a column that the configuration names.
@@ -228,25 +227,18 @@ def extract(
         phases.end("look")
         plan = _plan_days(ingest)
         phases.end("plan")
-        with _measured(ingest, plan) as (measured, staged):
-            phases.end("write")
-            profiled, checked = _check_days(ingest, plan, measured)
-            if checked.days:
-                on_checked(checked)
-            phases.end("check")
-            checked.raise_failed()
+        held = [f"{day.day}" for day in plan.held_back]
+        with keep_if_failed(events={context.table: {"held": held}}):
+            checked = _write_groups(ingest, plan, on_checked, held, phases)
             passed = [day for day in plan.due if day.day not in checked.held_back]
             broken = [day for day in plan.due if day.day in checked.held_back]
-            _move_held_back(ingest, plan, broken)
-            held = [f"{day.day}" for day in [*broken, *plan.held_back]]
-            with keep_if_failed(events={context.table: {"held": held}}):
-                if not passed and not context.warehouse.has_table(context.table):
-                    raise _no_table_error(context, plan.wanted, [*broken, *plan.held_back])
-                _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
-                _write_days(ingest, plan, passed, profiled, staged)
-                remember(context)
-                expired = _expire_days(context, plan.first)
-                materialized = _materialize_days(ingest, plan, passed)
+            if not passed and not context.warehouse.has_table(context.table):
+                raise _no_table_error(context, plan.wanted, [*broken, *plan.held_back])
+            stay = {day.day for day in [*broken, *plan.held_back]}
+            release_days(context.warehouse, context.table, [day.day for day in plan.wanted if day.day not in stay])
+            remember(context)
+            expired = _expire_days(context, plan.first)
+            materialized = _materialize_days(ingest, plan, passed)
         result = _result(ingest, plan, passed, broken, checked)
         phases.end("commit")
         more = {"materialized": materialized, "days_expired": tuple(expired), "seconds": phases.seconds}
@@ -408,33 +400,73 @@ def _refuse_bad_days(ingest: _Ingest, days: Sequence[SourceDay]) -> None:
         )
 
 
+def _write_groups(
+    ingest: _Ingest, plan: _Plan, on_checked: Callable[[CheckResult], None], held: list[str], phases: _Phases
+) -> CheckResult:
+    """Writes the due days, each group in one commit, and returns what all checks found.
+
+    The data files of a group are written while its rows are measured, and become part of the table when its days have
+    passed their checks. After a kill, or a day that fails, the groups before stay.
+
+    Args:
+        held: Gets the days that are held back.
+    """
+    context, results = ingest.context, list[CheckResult]()
+    if ingest.config.profile:
+        repair_profile(
+            context.warehouse,
+            context.table,
+            plan.unchanged,
+            lambda schema: _numbers(context, schema.names, map_names(schema)),
+        )
+    groups, done = [*in_commits(plan.due, lambda day: day.rows, ingest.config.rows_per_commit)], 0
+    for group in groups:
+        part = replace(plan, due=group)
+        with _measured(ingest, part, done, sum(day.kept for day in plan.due)) as (measured, staged):
+            phases.end("write")
+            profiled, checked = _check_days(ingest, part, measured)
+            results.append(checked)
+            if group is groups[-1] or checked.has_failed:
+                on_checked(CheckResult.of(results))
+            phases.end("check")
+            checked.raise_failed()
+            broken = [day for day in group if day.day in checked.held_back]
+            _hold_back(ingest, part, broken)
+            held += [f"{day.day}" for day in broken]
+            passed = [day for day in group if day not in broken]
+            _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
+            if passed:
+                _write_group(ingest, part, passed, profiled, staged)
+            done += sum(day.kept for day in group)
+            phases.end("commit")
+    return CheckResult.of(results)
+
+
 @contextmanager
-def _measured(ingest: _Ingest, plan: _Plan) -> Iterator[tuple[pa.Table, StagedDays | None]]:
+def _measured(ingest: _Ingest, plan: _Plan, done: int, total: int) -> Iterator[tuple[pa.Table, StagedDays | None]]:
     """Measures the rows of the due days while their data files are written. Yields the statistics and the files.
 
-    No file is part of the table yet. Days that take several commits are only measured, and written group by group
-    later: after a kill the groups that were written stay.
+    No file is part of the table yet.
+
+    Args:
+        done, total: Rows of earlier groups, and of all.
     """
     context, rows = ingest.context, plan.rows
-    if rows is None or not plan.due:
-        yield SCHEMA.empty_table(), None
-        return
+    assert rows is not None
     from pipeline.data.measurement import ProfileBuilder  # loads numba
 
-    alone = sum(day.rows for day in plan.due) <= ingest.config.rows_per_commit or len(plan.due) == 1
     only = None if ingest.config.profile else [name for name in rows.columns if name == context.label]
-    columns = rows.columns if alone or only is None else [DAY, *only]
-    schema, batches = good_rows(rows, plan.due, columns, plan.order if alone else "")
+    schema, batches = good_rows(rows, plan.due, rows.columns, plan.order)
     types = column_types(rows.connection, rows.view)
     builder = ProfileBuilder(schema, _numbers(context, rows.columns, maps_of(types)), only=only)
-    with stage_days(context.warehouse, context.table, schema) if alone else nullcontext() as staged:
+    with stage_days(context.warehouse, context.table, schema) as staged:
         if staged is None:
             for batch in batches:
                 builder.add(batch)
         else:
-            total = sum(day.kept for day in plan.due)
-            on_rows = partial(_report_from, ingest.report, 0, total)
-            staged.write(counting(builder.watch(batches), on_rows), {day.day for day in plan.due}, total)
+            on_rows = partial(_report_from, ingest.report, done, total)
+            kept = sum(day.kept for day in plan.due)
+            staged.write(counting(builder.watch(batches), on_rows), {day.day for day in plan.due}, kept)
         yield builder.table(), staged
 
 
@@ -445,24 +477,14 @@ def _numbers(context: SourceContext, names: Sequence[str], maps: Sequence[str]) 
     )
 
 
-def _check_days(ingest: _Ingest, plan: _Plan, measured: pa.Table) -> tuple[CheckedProfile | None, CheckResult]:
+def _check_days(ingest: _Ingest, plan: _Plan, measured: pa.Table) -> tuple[CheckedProfile, CheckResult]:
     """Checks the due days against earlier days and against their versions in the table.
 
     Args:
         measured: Statistics of the due days.
-    Returns:
-        The statistics, or None if no day is due, and the result of the checks.
     """
     rows, context, checks = plan.rows, ingest.context, ingest.config.checks
-    if ingest.config.profile:
-        repair_profile(
-            context.warehouse,
-            context.table,
-            plan.unchanged,
-            lambda schema: _numbers(context, schema.names, map_names(schema)),
-        )
-    if rows is None or not plan.due:
-        return None, CheckResult()
+    assert rows is not None
     due = {day.day: day for day in plan.due}
     rows_view = rows.create_good_view(rows_of_days(rows, plan.due))
     unmatched = _find_unmatched(ingest, plan, rows, rows_view)
@@ -542,14 +564,12 @@ def _find_losses(
     ]
 
 
-def _move_held_back(ingest: _Ingest, plan: _Plan, broken: Sequence[SourceDay]) -> None:
-    """Writes the days that broke a rule into the table of held-back days; all others leave it."""
+def _hold_back(ingest: _Ingest, plan: _Plan, broken: Sequence[SourceDay]) -> None:
+    """Writes the days that broke a rule into the table of held-back days."""
     warehouse, table = ingest.context.warehouse, ingest.context.table
     if broken and plan.rows is not None:
         held = [replace(day, identity=plan.held_identities[day.day]) for day in broken]
         write_days(plan.rows, warehouse, table, held, plan.order, held_back_name(table))
-    stay = {day.day for day in [*broken, *plan.held_back]}
-    release_days(warehouse, table, [day.day for day in plan.wanted if day.day not in stay])
 
 
 def _warn_of_overwritten(ingest: _Ingest, days: Sequence[datetime.date]) -> None:
@@ -560,27 +580,18 @@ def _warn_of_overwritten(ingest: _Ingest, days: Sequence[datetime.date]) -> None
         )
 
 
-def _write_days(
-    ingest: _Ingest,
-    plan: _Plan,
-    days: Sequence[SourceDay],
-    profiled: CheckedProfile | None,
-    staged: StagedDays | None,
+def _write_group(
+    ingest: _Ingest, plan: _Plan, days: Sequence[SourceDay], profiled: CheckedProfile, staged: StagedDays | None
 ) -> None:
-    """Writes days group by group, or commits their staged files. The statistics of each group follow its rows."""
-    if plan.rows is None:
-        return
-    warehouse, table = ingest.context.warehouse, ingest.context.table
-    total, written = sum(day.kept for day in days), 0
-    for group in in_commits(days, lambda day: day.rows, ingest.config.rows_per_commit):
-        if staged is not None:
-            write_refused(plan.rows, warehouse, table, group, plan.order)
-            staged.commit(identities_of(group), notes_of(group))
-        else:
-            on_rows = partial(_report_from, ingest.report, written, total)
-            write_days(plan.rows, warehouse, table, group, plan.order, table, on_rows)
-        store_profile(warehouse, table, profiled, identities_of(group))
-        written += sum(day.kept for day in group)
+    """Commits the staged files of days. Their statistics follow."""
+    warehouse, table, identities = ingest.context.warehouse, ingest.context.table, identities_of(days)
+    assert plan.rows is not None
+    if staged is None:  # raises
+        write_days(plan.rows, warehouse, table, days, plan.order, table)
+    else:
+        write_refused(plan.rows, warehouse, table, days, plan.order)
+        staged.commit(identities, notes_of(days))
+    store_profile(warehouse, table, profiled, identities)
 
 
 def _expire_days(context: SourceContext, first: datetime.date) -> list[datetime.date]:

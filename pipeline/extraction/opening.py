@@ -187,7 +187,7 @@ class OpenSource:
 
     def create_good_view(self, where: str) -> str:
         """Creates a view of the rows to write that meet a condition, and returns its name."""
-        self.connection.execute(f"CREATE VIEW good AS SELECT * FROM {self.view} WHERE {GOOD} AND {where}")
+        self.connection.execute(f"CREATE OR REPLACE VIEW good AS SELECT * FROM {self.view} WHERE {GOOD} AND {where}")
         return "good"
 
 

@@ -19,7 +19,7 @@ from pipeline.scoring.config import PROBABILITY, VERSION, ScoringConfig
 from pipeline.transforms.schema import unknown_column
 from storage.filters import check_filter
 from storage.reader import DAY, SnapshotRef
-from storage.snapshot.writing import replace_days
+from storage.snapshot.writing import in_commits, replace_days
 from storage.warehouse import Warehouse
 
 SCORES = "scores"
@@ -170,7 +170,7 @@ def score(
             count, sum_of_scores = count + len(scores), sum_of_scores + float(scores.sum())
             report(count, total)
 
-    for days in _groups(work.rows, config.rows_per_commit):
+    for days in in_commits(work.rows, work.rows.__getitem__, config.rows_per_commit):
         identities = {day: work.todo[day] for day in days}
         rows = sum(work.rows[day] for day in days)
         replace_days(warehouse, work.table, identities, written, score_days(days), rows)
@@ -198,17 +198,6 @@ def _count_rows(
 def _batches(reader: Reader, days: Sequence[datetime.date]) -> Iterator[pa.RecordBatch]:
     for fragment in reader.fragments(days):
         yield from (batch for batch in reader.batches(fragment) if batch.num_rows)
-
-
-def _groups(rows: Mapping[datetime.date, int], limit: int) -> Iterator[list[datetime.date]]:
-    group: list[datetime.date] = []
-    for day in rows:
-        if group and sum(rows[other] for other in group) + rows[day] > limit:
-            yield group
-            group = []
-        group.append(day)
-    if group:
-        yield group
 
 
 def _expression(row_filter: str | None) -> BooleanExpression | None:

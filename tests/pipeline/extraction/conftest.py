@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.extraction.checks import CheckResult
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.extraction.opening import SourceContext
@@ -39,6 +40,7 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         into: Warehouse = warehouse,
         force: bool = False,
         warn: Callable[[str], None] = lambda sentence: None,
+        on_checked: Callable[[CheckResult], None] = lambda checked: None,
         **config: Any,
     ) -> IngestResult:
         groups = {"dense": [{"columns": list(dense)}] if dense else [], "derived": list(derived)}
@@ -48,7 +50,7 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         config.setdefault("other_sources", True)  # most tests are of one table and several files
         wanted, logs = IngestConfig(**config), tmp_path / "logs"
         context = SourceContext(settings, schema, into, "events", tmp_path, logs, memory_bytes=wanted.memory_bytes)
-        return extract(context, wanted, only, force, warn=warn)
+        return extract(context, wanted, only, force, on_checked=on_checked, warn=warn)
 
     return run
 

@@ -19,11 +19,13 @@ import pytest
 from pyiceberg.expressions import EqualTo
 
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.extraction import extract
 from pipeline.extraction.config import LabelColumns, SourceConfig
 from pipeline.extraction.opening import SourceContext, open_source_rows
 from storage.config import WarehouseConfig
 from storage.errors import StorageError
 from storage.warehouse import Warehouse
+from tests.homes import read_rows
 
 ROOT = Path(__file__).resolve().parents[3]
 DAY1, DAY2, DAY3 = (datetime.date(2024, 1, day) for day in (1, 2, 3))
@@ -231,6 +233,59 @@ def test_days_are_written_in_groups(ingest: Any, stored: Any, put: Any, warehous
     ingest(BY_DAY, rows_per_commit=25)
     assert len(warehouse.table("events").snapshots()) == 3  # 2 + 2 + 1 days
     assert stored()["user"].tolist() == list(range(50))
+
+
+def test_groups_of_days_come_out_as_one_group(
+    ingest: Any, stored: Any, put: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, refused rows and statistics. The rows of each group are made once, for all."""
+    random, days = np.random.default_rng(1), [DAY1 + datetime.timedelta(days=i // 40) for i in range(280)]
+    label = [i % 2 if i % 23 else None for i in range(280)]
+    put("rows.parquet", user=random.integers(0, 9, 280).tolist(), label=label, date=days)
+    made: list[int] = []
+    whole = extract.good_rows
+    monkeypatch.setattr(extract, "good_rows", lambda rows, due, *rest: made.append(len(due)) or whole(rows, due, *rest))
+    homes, results = [Warehouse(WarehouseConfig(), tmp_path / name) for name in ("one", "groups")], []
+    for home, rows in zip(homes, (10**6, 100), strict=True):
+        made.clear()
+        results.append(ingest(BY_DAY, rows_per_commit=rows, max_quarantined_share=0.1, into=home))
+        assert made == ([7] if rows > 100 else [2, 2, 2, 1])
+    assert [len(home.table("events").snapshots()) for home in homes] == [1, 4]
+    for table in ("events", "events_quarantine", "events_profile"):
+        one, groups = (read_rows(home, table, home.schema(home.current(table)).names).sort_by("day") for home in homes)
+        assert one.equals(groups), table
+    same = {"snapshot", "seconds", "checked"}
+    assert results[0].model_dump(exclude=same) == results[1].model_dump(exclude=same)
+    verdicts = [[(day.day, day.outcome, day.rows) for day in one.checked.days] for one in results]
+    assert verdicts[0] == verdicts[1]
+    assert len(verdicts[0]) == 7
+
+
+def test_groups_before_a_day_that_fails_stay(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:
+    days = [DAY1 + datetime.timedelta(days=i // 100) for i in range(500)]
+    put("rows.parquet", user=list(range(500)), label=[0, 1] * 200 + [1] * 100, date=days)
+    checks = {"one_label": "fail"}
+    shown: list[Any] = []
+    with pytest.raises(DataError, match="2024-01-05"):
+        ingest(BY_DAY, rows_per_commit=200, checks=checks, on_checked=shown.append)
+    assert sorted(days_of(warehouse)) == sorted(set(days))[:4]
+    assert [[day.day for day in one.days] for one in shown] == [sorted(set(days))]
+    put("rows.parquet", user=list(range(500)), label=[0, 1] * 250, date=days)
+    assert len(ingest(BY_DAY, rows_per_commit=200, checks=checks).days_written) == 5  # a file of all days has changed
+    assert stored()["user"].tolist() == list(range(500))
+
+
+def test_days_of_several_groups_are_held_back(ingest: Any, put: Any, warehouse: Warehouse) -> None:
+    days = [DAY1 + datetime.timedelta(days=i // 100) for i in range(500)]
+    label = [0, 1] * 50 + [1] * 100 + [0, 1] * 100 + [1] * 100
+    put("rows.parquet", user=list(range(500)), label=label, date=days)
+    result = ingest(BY_DAY, rows_per_commit=200, checks={"one_label": "quarantine"})
+    bad = [DAY2, DAY1 + datetime.timedelta(4)]
+    assert list(result.days_held) == sorted(warehouse.written_days("events_held")) == bad
+    assert sorted(days_of(warehouse)) == sorted({*days} - {*bad})
+    again = ingest(BY_DAY, rows_per_commit=200, checks={"one_label": "warn"})
+    assert list(again.days_written) == bad
+    assert not warehouse.day_rows(warehouse.current("events_held"))
 
 
 @pytest.mark.slow
