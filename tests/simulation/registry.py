@@ -198,9 +198,12 @@ class Run:
         """Retention. It spares the champion and those before it."""
         spared = self.champions[-1 - ROLLBACKS :]
         there = {int(number) for _, number in self.server.versions}
-        self.repeat("remove old versions", lambda: clean.remove_versions(self.workspace(), dry_run=False))
+        self.repeat("remove old versions", lambda: self._remove_versions(self.workspace()))
         left = {int(number) for _, number in self.server.versions}
         require(not there & set(spared) - left, f"{spared} were the last champions, and {sorted(there - left)} went")
+
+    def _remove_versions(self, workspace: Any) -> None:
+        clean.remove_versions(workspace, clean.list_versions(workspace), dry_run=False)
 
     def repeat(self, what: str, work: Callable[[], Any]) -> None:
         """Runs a command until it succeeds."""

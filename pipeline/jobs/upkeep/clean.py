@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlflow.entities.model_registry import ModelVersion
 from pydantic import BaseModel
@@ -60,6 +60,15 @@ class Removed(BaseModel, frozen=True):
     """The first of them."""
 
 
+class ListedVersions(NamedTuple):
+    """The versions of all models at one time. MLflow takes seconds to list thousands."""
+
+    retired: list[ModelVersion]
+    """Those of the config's model that may go."""
+    kept: list[ModelVersion]
+    """All others, of any model."""
+
+
 def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
     """Removes what `retention` no longer keeps, of the config's model, table and experiment.
 
@@ -70,13 +79,14 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
         dry_run: Only lists what would go.
     """
     with workspace.lock(workspace.training_lock):
-        retired = note_retired(workspace, dry_run)
+        versions = list_versions(workspace)
+        retired = note_retired(workspace, versions, dry_run)
         done = [
-            remove_versions(workspace, dry_run),
+            remove_versions(workspace, versions, dry_run),
             remove_moves(workspace, dry_run),
             remove_folders(workspace, dry_run),
             *remove_notes(workspace, dry_run),
-            remove_runs(workspace, dry_run),
+            remove_runs(workspace, versions, dry_run),
             remove_leftovers(workspace, dry_run),
             remove_columns(workspace, dry_run),
             *remove_snapshots(workspace, retired, dry_run),
@@ -99,8 +109,21 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
     }
 
 
+def list_versions(workspace: Workspace) -> ListedVersions:
+    """Lists the versions of all models by whether they may go."""
+    retention, tracker = workspace.config.retention, workspace.tracking
+    every = list_all_versions(tracker)
+    if retention.versions_days is None:
+        return ListedVersions([], every)
+    spared = {(version.name, version.version) for version in list_spared(tracker)}
+    own = [one for one in every if one.name == workspace.config.model_name]
+    retired = retired_versions(own, spared, retention.versions_kept, _before(retention.versions_days))
+    going = {(one.name, one.version) for one in retired}
+    return ListedVersions(retired, [one for one in every if (one.name, one.version) not in going])
+
+
 @step("note what goes")
-def note_retired(workspace: Workspace, dry_run: bool) -> set[str]:
+def note_retired(workspace: Workspace, versions: ListedVersions, dry_run: bool) -> set[str]:
     """Returns the identities whose tags may go once nothing of this home needs them. Safe to repeat.
 
     These are of searches that were here, and of work that a clean of this home has removed or is about to. They are
@@ -109,8 +132,8 @@ def note_retired(workspace: Workspace, dry_run: bool) -> set[str]:
     note = workspace.home / RETIRED
     known = set(read_line(note).split()) if note.exists() else set()
     old = set(_old_folders(workspace))
-    going = {version.tags.get(IDENTITY, "")[:12] for version in _retired(workspace)} | {_identity(one) for one in old}
-    kept = _needed(workspace, (one for one in _folders(workspace.home, KINDS) if one not in old))
+    going = {version.tags.get(IDENTITY, "")[:12] for version in versions.retired} | {_identity(one) for one in old}
+    kept = _needed(versions, (one for one in _folders(workspace.home, KINDS) if one not in old))
     searches = {_identity(folder) for folder in _folders(workspace.home, SEARCHES)}
     new = (going - kept | searches) - known - {""}
     if new and not dry_run:
@@ -121,16 +144,13 @@ def note_retired(workspace: Workspace, dry_run: bool) -> set[str]:
 
 
 @step("clean versions")
-def remove_versions(workspace: Workspace, dry_run: bool) -> Removed:
+def remove_versions(workspace: Workspace, versions: ListedVersions, dry_run: bool) -> Removed:
     """Old versions without an alias -> removed. Safe to repeat."""
-    retired = _retired(workspace)
     if not dry_run:
-        gone = {(version.name, version.version) for version in retired}
-        others = [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in gone]
-        for version in retired:
-            remove_version(workspace.tracking, version, others)
-    sizes = sum(int(version.tags.get(SIZE, 0)) for version in retired)
-    return _summarize("versions", [f"{one.name} {one.version}" for one in retired], sizes)
+        for version in versions.retired:
+            remove_version(workspace.tracking, version, versions.kept)
+    sizes = sum(int(version.tags.get(SIZE, 0)) for version in versions.retired)
+    return _summarize("versions", [f"{one.name} {one.version}" for one in versions.retired], sizes)
 
 
 @step("clean moves")
@@ -189,10 +209,10 @@ def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
 
 
 @step("clean MLflow")
-def remove_runs(workspace: Workspace, dry_run: bool) -> Removed:
+def remove_runs(workspace: Workspace, versions: ListedVersions, dry_run: bool) -> Removed:
     """Old MLflow runs -> removed, those of kept versions excepted. Safe to repeat."""
     days, tracker = workspace.config.retention.mlflow_days, workspace.tracking
-    spared = {str(version.run_id) for version in _kept_versions(workspace)}
+    spared = {str(version.run_id) for version in versions.kept}
     old = [] if days is None else list(list_old_runs(tracker, spared, _before(days)))
     places = [Path(run.info.artifact_uri.removeprefix("file://")) for run in old]
     size = sum(_size(place.parent) for place in places if place.is_absolute() and place.exists())
@@ -231,7 +251,7 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
     longest_write = datetime.timedelta(days=config.retention.leftovers_days)
     gone = set(_old_folders(workspace)) if dry_run else set()  # the others have been removed, or are in use
     left = (folder for folder in _folders(workspace.home, KINDS) if folder not in gone)
-    going = set(retired) - _needed(workspace, left)
+    going = set(retired) - _needed(list_versions(workspace), left)  # others may have registered some meanwhile
     tables = [config.name, *config.events]
     names = [f"{table}{end}" for table in tables for end in TABLES]
     known = sorted(row[-1] for row in warehouse.catalog.list_tables(warehouse.config.namespace))
@@ -261,15 +281,6 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
     ]
 
 
-def _retired(workspace: Workspace) -> list[ModelVersion]:
-    retention, tracker = workspace.config.retention, workspace.tracking
-    if retention.versions_days is None:
-        return []
-    spared = {(version.name, version.version) for version in list_spared(tracker)}
-    versions = list_all_versions(tracker, workspace.config.model_name)
-    return retired_versions(versions, spared, retention.versions_kept, _before(retention.versions_days))
-
-
 def _old_folders(workspace: Workspace) -> list[Path]:
     """Returns the folders of the model's trainings that may go."""
     days = workspace.config.retention.runs_days
@@ -280,16 +291,10 @@ def _old_folders(workspace: Workspace) -> list[Path]:
     return [folder for folder in own if folder.name not in served and _changed(folder) < _before(days)]
 
 
-def _needed(workspace: Workspace, folders: Iterable[Path]) -> set[str]:
+def _needed(versions: ListedVersions, folders: Iterable[Path]) -> set[str]:
     """Returns the identities of folders, and of the versions of any model that stay."""
-    identities = {version.tags.get(IDENTITY, "")[:12] for version in _kept_versions(workspace)}
+    identities = {version.tags.get(IDENTITY, "")[:12] for version in versions.kept}
     return identities | {_identity(folder) for folder in folders}
-
-
-def _kept_versions(workspace: Workspace) -> list[ModelVersion]:
-    """Returns the versions of any model that stay."""
-    retired = {(one.name, one.version) for one in _retired(workspace)}
-    return [one for one in list_all_versions(workspace.tracking) if (one.name, one.version) not in retired]
 
 
 def _folders(home: Path, kinds: Iterable[str], prefix: str = "") -> Iterator[Path]:
