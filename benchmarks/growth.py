@@ -35,6 +35,7 @@ import pyarrow as pa
 from benchmarks.machine import ROOT, as_table, describe_machine, machine, say
 from pipeline.data.joined.sorting import SortedLayout, open_sorted
 from pipeline.data.joined.source import SourceRows
+from pipeline.registration.versions import IDENTITY
 
 KINDS = {
     "logs": "parquet",
@@ -138,24 +139,23 @@ def _compare_commands(days: Sequence[int], rows: int, rounds: int, runs: int) ->
 
 
 def _copy_runs(database: Path, count: int) -> None:
-    """Copies the newest run of a registry many times, and its version a tenth as many times."""
+    """Copies the newest run of a registry many times, and its version a tenth as many times, as of other trainings."""
+    other = {"run_uuid": "printf('%032x', n)", "run_id": "printf('%032x', n)"}
+    tables = {"runs": count, "latest_metrics": count, "params": count, "tags": count}
     with contextlib.closing(sqlite3.connect(database)) as connection, connection:
         (run,) = connection.execute("SELECT run_uuid FROM runs ORDER BY start_time DESC LIMIT 1").fetchone()
-        numbers = f"WITH RECURSIVE n(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < {count})"
-        for table in ("runs", "latest_metrics", "params", "tags"):
-            names = [one[1] for one in connection.execute(f"PRAGMA table_info({table})")]
-            values = ["printf('%032x', n)" if name == "run_uuid" else name for name in names]
-            query = f"{numbers} INSERT INTO {table} ({', '.join(names)}) SELECT {', '.join(values)} FROM {table}, n"
-            connection.execute(f"{query} WHERE run_uuid = ?", [run])
         (version,) = connection.execute("SELECT max(version) FROM model_versions").fetchone()
-        for table in ("model_versions", "model_version_tags"):
+        for table, copies in (tables | {"model_versions": count // 10, "model_version_tags": count // 10}).items():
             names = [one[1] for one in connection.execute(f"PRAGMA table_info({table})")]
-            values = [f"{version} + n" if name == "version" else name for name in names]
-            values = [
-                "printf('%032x', n)" if name == "run_id" else value for name, value in zip(names, values, strict=True)
-            ]
-            query = f"{numbers} INSERT INTO {table} ({', '.join(names)}) SELECT {', '.join(values)} FROM {table}, n"
-            connection.execute(f"{query} WHERE version = ? AND n <= {count // 10}", [version])
+            own = other | ({"version": f"{version} + n"} if "version" in names else {})
+            if table.endswith("tags"):
+                own["value"] = f"CASE WHEN key = '{IDENTITY}' THEN printf('%064x', n) ELSE value END"
+            values = ", ".join(own.get(name, name) for name in names)
+            numbers = f"WITH RECURSIVE n(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < {copies})"
+            which = f"version = {version}" if "version" in names else f"run_uuid = '{run}'"
+            connection.execute(
+                f"{numbers} INSERT INTO {table} ({', '.join(names)}) SELECT {values} FROM {table}, n WHERE {which}"
+            )
 
 
 def _compare_sorting(days: Sequence[int], rows: int, rounds: int) -> dict[str, dict[int, float]]:

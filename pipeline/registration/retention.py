@@ -1,7 +1,7 @@
 """Removes old versions and runs from MLflow, with their files."""
 
 import datetime
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from mlflow.entities import Run, ViewType
@@ -18,29 +18,30 @@ PAGE = 500
 
 def list_all_versions(tracker: Tracker, name: str | None = None) -> list[ModelVersion]:
     """Lists the versions of a model, or of all models, the oldest first."""
-    found: list[ModelVersion] = []
-    token: str | None = None
-    while token != "":
-        query = "" if name is None else f"name = '{name}'"
-        page = tracker.client.search_model_versions(query, max_results=PAGE, page_token=token)
-        found, token = found + list(page), page.token or ""
-    return sorted(found, key=lambda version: (version.name, int(version.version)))
+    return sorted(_search(tracker, name), key=lambda version: (version.name, int(version.version)))
 
 
-def retired_versions(
-    versions: Sequence[ModelVersion], spared: Collection[tuple[str, str]], kept: int, before: datetime.datetime
-) -> list[ModelVersion]:
-    """Returns the versions of one model that may be removed.
+def list_old_versions(tracker: Tracker, name: str, kept: int, before: datetime.datetime) -> list[ModelVersion]:
+    """Lists the versions of a model from before a moment, without its newest `kept`, the oldest first.
 
-    Args:
-        versions: The oldest first.
-        spared: (model, version) of the versions that stay.
-        kept: Newest versions that stay at any age.
-        before: Later ones stay.
+    It does not ask for the others: MLflow takes a second for each thousand.
     """
-    old = list(versions)[: len(versions) - kept] if len(versions) > kept else []
-    limit = before.timestamp() * 1e3
-    return [one for one in old if (one.name, one.version) not in spared and one.creation_timestamp < limit]
+    old, newer = list[ModelVersion](), 0
+    for version in _search(tracker, name):
+        if version.creation_timestamp < before.timestamp() * 1e3:
+            old.append(version)
+        elif (newer := newer + 1) >= kept:
+            return old
+    return old[: max(0, len(old) + newer - kept)]
+
+
+def _search(tracker: Tracker, name: str | None) -> Iterator[ModelVersion]:
+    token: str | None = None
+    query, order = ("", None) if name is None else (f"name = '{name}'", ["version_number ASC"])
+    while token != "":
+        page = tracker.client.search_model_versions(query, max_results=PAGE, order_by=order, page_token=token)
+        yield from page
+        token = page.token or ""
 
 
 def remove_version(tracker: Tracker, version: ModelVersion, others: Sequence[ModelVersion]) -> None:
@@ -66,21 +67,18 @@ def remove_version(tracker: Tracker, version: ModelVersion, others: Sequence[Mod
     tracker.client.delete_model_version(version.name, version.version)
 
 
-def list_old_runs(tracker: Tracker, spared: Collection[str], before: datetime.datetime) -> Iterator[Run]:
+def list_old_runs(tracker: Tracker, before: datetime.datetime) -> Iterator[Run]:
     """Yields runs of our commands that ended before a moment. Leaves out other runs.
 
     Of a database, those are among them that are marked as deleted: `remove_run` erases them. A server keeps such runs
     until its own `mlflow gc`.
-
-    Args:
-        spared: Ids of runs that stay.
     """
     query = f"attributes.end_time < {int(before.timestamp() * 1e3)} AND tags.`mlflow.source.name` LIKE 'flows.%'"
     view = ViewType.ACTIVE_ONLY if tracker.uri.startswith("http") else ViewType.ALL
     token: str | None = None
     while token != "":
         page = tracker.client.search_runs([tracker.experiment_id], query, view, PAGE, page_token=token)
-        yield from (run for run in page if run.info.run_id not in spared and run.info.status != "RUNNING")
+        yield from (run for run in page if run.info.status != "RUNNING")
         token = page.token or ""
 
 

@@ -203,7 +203,7 @@ class Run:
         require(not there & set(spared) - left, f"{spared} were the last champions, and {sorted(there - left)} went")
 
     def _remove_versions(self, workspace: Any) -> None:
-        clean.remove_versions(workspace, clean.list_versions(workspace), dry_run=False)
+        clean.remove_versions(workspace, clean.RetiredVersions(workspace), dry_run=False)
 
     def repeat(self, what: str, work: Callable[[], Any]) -> None:
         """Runs a command until it succeeds."""

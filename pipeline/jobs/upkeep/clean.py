@@ -6,9 +6,10 @@ import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
 from pydantic import BaseModel
@@ -23,9 +24,9 @@ from pipeline.registration.aliases import list_old_moves, list_spared
 from pipeline.registration.retention import (
     list_all_versions,
     list_old_runs,
+    list_old_versions,
     remove_run,
     remove_version,
-    retired_versions,
 )
 from pipeline.registration.versions import IDENTITY, SIZE
 from storage.artifacts import read_line, remove
@@ -60,15 +61,6 @@ class Removed(BaseModel, frozen=True):
     """The first of them."""
 
 
-class ListedVersions(NamedTuple):
-    """The versions of all models at one time. MLflow takes seconds to list thousands."""
-
-    retired: list[ModelVersion]
-    """Those of the config's model that may go."""
-    kept: list[ModelVersion]
-    """All others, of any model."""
-
-
 def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
     """Removes what `retention` no longer keeps, of the config's model, table and experiment.
 
@@ -79,7 +71,7 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
         dry_run: Only lists what would go.
     """
     with workspace.lock(workspace.training_lock):
-        versions = list_versions(workspace)
+        versions = RetiredVersions(workspace)
         retired = note_retired(workspace, versions, dry_run)
         done = [
             remove_versions(workspace, versions, dry_run),
@@ -109,21 +101,31 @@ def clean(workspace: Workspace, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def list_versions(workspace: Workspace) -> ListedVersions:
-    """Lists the versions of all models by whether they may go."""
-    retention, tracker = workspace.config.retention, workspace.tracking
-    every = list_all_versions(tracker)
-    if retention.versions_days is None:
-        return ListedVersions([], every)
-    spared = {(version.name, version.version) for version in list_spared(tracker)}
-    own = [one for one in every if one.name == workspace.config.model_name]
-    retired = retired_versions(own, spared, retention.versions_kept, _before(retention.versions_days))
-    going = {(one.name, one.version) for one in retired}
-    return ListedVersions(retired, [one for one in every if (one.name, one.version) not in going])
+class RetiredVersions:
+    """The versions of the config's model that may go.
+
+    Attributes:
+        retired: The oldest first.
+    """
+
+    def __init__(self, workspace: Workspace) -> None:
+        retention, self._tracker = workspace.config.retention, workspace.tracking
+        self.retired: list[ModelVersion] = []
+        if retention.versions_days is not None:
+            name, before = workspace.config.model_name, _before(retention.versions_days)
+            old = list_old_versions(self._tracker, name, retention.versions_kept, before)
+            spared = {version.version for version in list_spared(self._tracker) if version.name == name} if old else ()
+            self.retired = [one for one in old if one.version not in spared]
+
+    @cached_property
+    def kept(self) -> list[ModelVersion]:
+        """All other versions, of any model. MLflow takes seconds to list thousands."""
+        going = {(one.name, one.version) for one in self.retired}
+        return [one for one in list_all_versions(self._tracker) if (one.name, one.version) not in going]
 
 
 @step("note what goes")
-def note_retired(workspace: Workspace, versions: ListedVersions, dry_run: bool) -> set[str]:
+def note_retired(workspace: Workspace, versions: RetiredVersions, dry_run: bool) -> set[str]:
     """Returns the identities whose tags may go once nothing of this home needs them. Safe to repeat.
 
     These are of searches that were here, and of work that a clean of this home has removed or is about to. They are
@@ -133,9 +135,11 @@ def note_retired(workspace: Workspace, versions: ListedVersions, dry_run: bool) 
     known = set(read_line(note).split()) if note.exists() else set()
     old = set(_old_folders(workspace))
     going = {version.tags.get(IDENTITY, "")[:12] for version in versions.retired} | {_identity(one) for one in old}
-    kept = _needed(versions, (one for one in _folders(workspace.home, KINDS) if one not in old))
+    going -= known
+    if going:
+        going -= _needed(versions, (one for one in _folders(workspace.home, KINDS) if one not in old))
     searches = {_identity(folder) for folder in _folders(workspace.home, SEARCHES)}
-    new = (going - kept | searches) - known - {""}
+    new = (going | searches) - known - {""}
     if new and not dry_run:
         workspace.home.mkdir(parents=True, exist_ok=True)
         with note.open("a", encoding="utf-8") as file:  # in one piece: cleans of other models may write, too
@@ -144,11 +148,10 @@ def note_retired(workspace: Workspace, versions: ListedVersions, dry_run: bool) 
 
 
 @step("clean versions")
-def remove_versions(workspace: Workspace, versions: ListedVersions, dry_run: bool) -> Removed:
+def remove_versions(workspace: Workspace, versions: RetiredVersions, dry_run: bool) -> Removed:
     """Old versions without an alias -> removed. Safe to repeat."""
-    if not dry_run:
-        for version in versions.retired:
-            remove_version(workspace.tracking, version, versions.kept)
+    for version in () if dry_run else versions.retired:
+        remove_version(workspace.tracking, version, versions.kept)
     sizes = sum(int(version.tags.get(SIZE, 0)) for version in versions.retired)
     return _summarize("versions", [f"{one.name} {one.version}" for one in versions.retired], sizes)
 
@@ -209,11 +212,12 @@ def remove_folders(workspace: Workspace, dry_run: bool) -> Removed:
 
 
 @step("clean MLflow")
-def remove_runs(workspace: Workspace, versions: ListedVersions, dry_run: bool) -> Removed:
+def remove_runs(workspace: Workspace, versions: RetiredVersions, dry_run: bool) -> Removed:
     """Old MLflow runs -> removed, those of kept versions excepted. Safe to repeat."""
     days, tracker = workspace.config.retention.mlflow_days, workspace.tracking
-    spared = {str(version.run_id) for version in versions.kept}
-    old = [] if days is None else list(list_old_runs(tracker, spared, _before(days)))
+    old = [] if days is None else list(list_old_runs(tracker, _before(days)))
+    spared = {str(version.run_id) for version in versions.kept} if old else ()
+    old = [run for run in old if run.info.run_id not in spared]
     places = [Path(run.info.artifact_uri.removeprefix("file://")) for run in old]
     size = sum(_size(place.parent) for place in places if place.is_absolute() and place.exists())
     if not dry_run:
@@ -251,7 +255,6 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
     longest_write = datetime.timedelta(days=config.retention.leftovers_days)
     gone = set(_old_folders(workspace)) if dry_run else set()  # the others have been removed, or are in use
     left = (folder for folder in _folders(workspace.home, KINDS) if folder not in gone)
-    going = set(retired) - _needed(list_versions(workspace), left)  # others may have registered some meanwhile
     tables = [config.name, *config.events]
     names = [f"{table}{end}" for table in tables for end in TABLES]
     known = sorted(row[-1] for row in warehouse.catalog.list_tables(warehouse.config.namespace))
@@ -262,11 +265,17 @@ def remove_snapshots(workspace: Workspace, retired: Collection[str], dry_run: bo
         for table in sorted(tables):
             locks.enter_context(workspace.lock(workspace.lock_of(table)))
         places = table_locations(warehouse)
+        old_tags = {
+            name: [
+                (tag, found["identity"]) for tag, made in list_tags(warehouse, name).items()
+                if (found := TAG.fullmatch(tag)) and found["identity"] in retired and made < _before(days)
+            ]
+            for name in names
+        }  # fmt: skip
+        some = any(old_tags.values())
+        needed = _needed(RetiredVersions(workspace), left) if some else ()  # others may have registered some meanwhile
         for name in names:
-            old = [
-                tag for tag, made in list_tags(warehouse, name).items()
-                if (found := TAG.fullmatch(tag)) and found["identity"] in going and made < _before(days)
-            ]  # fmt: skip
+            old = [tag for tag, identity in old_tags[name] if identity not in needed]
             tags += old
             if not dry_run:
                 drop_tags(warehouse, name, old)
@@ -291,7 +300,7 @@ def _old_folders(workspace: Workspace) -> list[Path]:
     return [folder for folder in own if folder.name not in served and _changed(folder) < _before(days)]
 
 
-def _needed(versions: ListedVersions, folders: Iterable[Path]) -> set[str]:
+def _needed(versions: RetiredVersions, folders: Iterable[Path]) -> set[str]:
     """Returns the identities of folders, and of the versions of any model that stay."""
     identities = {version.tags.get(IDENTITY, "")[:12] for version in versions.kept}
     return identities | {_identity(folder) for folder in folders}
