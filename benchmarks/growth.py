@@ -1,6 +1,6 @@
 """What a night costs after few days and after many: an ingest of one more day, and one with nothing to do.
 
-    python -m benchmarks.growth [--days 8 1000] [--rows 2000] [--kinds logs samples csv json events] [--rounds 5]
+    python -m benchmarks.growth [--days 8 1000] [--rows 2000] [--kinds logs samples csv json events] [--figure a.png]
 
 Each kind is a source with one file a day: two logs (Parquet), samples with labels (Parquet, gzipped CSV, gzipped JSON
 lines), and a log of events kept as a table. Every figure is the whole command, `python -m flows.ingest`, less the same
@@ -29,6 +29,7 @@ from statistics import median
 from typing import Any
 
 import duckdb
+import matplotlib.pyplot as plt
 import numpy as np
 import pyarrow as pa
 
@@ -65,6 +66,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--history", action="store_true", help="sort a log of events")
     parser.add_argument("--commands", action="store_true", help="other commands than ingest")
     parser.add_argument("--runs", type=int, default=0, help="copies of a run in MLflow, where there are many days")
+    parser.add_argument("--figure", type=Path, help="also draw the seconds by kind and days into this file")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
     if chosen.history or chosen.commands:
@@ -79,6 +81,8 @@ def main(words: Sequence[str]) -> None:
         return
     found = {kind: _compare(kind, chosen.days, chosen.rows, chosen.rounds) for kind in chosen.kinds}
     figures = {"kinds": found, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
+    if chosen.figure:
+        _draw(found, chosen.rows, chosen.figure)
     print(json.dumps(figures) if chosen.json else _as_text(figures))
 
 
@@ -301,6 +305,21 @@ def _write_avro(rows: pa.Table, path: Path) -> None:
     schema = fastavro.parse_schema({"type": "record", "name": "row", "fields": fields})
     with path.open("wb") as stream:
         fastavro.writer(stream, schema, rows.to_pylist(), codec="deflate")
+
+
+def _draw(found: dict[str, Any], rows: int, file: Path) -> None:
+    """Draws the seconds of each kind by the number of days."""
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True, layout="constrained")
+    panels = {"one_more_day_seconds": "One more day", "nothing_to_do_seconds": "Nothing to do"}
+    for axes, (name, title) in zip(both, panels.items(), strict=True):
+        for kind, one in found.items():
+            axes.plot(list(one["days"]), [seconds[name] for seconds in one["days"].values()], marker="o", label=kind)
+        axes.set(title=title, xscale="log", xlabel=f"days in the table, {rows:,} rows each", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    both[0].set_ylabel("seconds of `ingest` above its start")
+    both[1].legend(frameon=False)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
 
 
 def _as_text(figures: dict[str, Any]) -> str:
