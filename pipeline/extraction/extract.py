@@ -420,25 +420,32 @@ def _write_groups(
             lambda schema: _numbers(context, schema.names, map_names(schema)),
         )
     groups, done = [*in_commits(plan.due, lambda day: day.rows, ingest.config.rows_per_commit)], 0
-    for group in groups:
-        part = replace(plan, due=group)
-        with _measured(ingest, part, done, sum(day.kept for day in plan.due)) as (measured, staged):
-            phases.end("write")
-            profiled, checked = _check_days(ingest, part, measured)
-            results.append(checked)
-            if group is groups[-1] or checked.has_failed:
-                on_checked(CheckResult.of(results))
-            phases.end("check")
-            checked.raise_failed()
-            broken = [day for day in group if day.day in checked.held_back]
-            _hold_back(ingest, part, broken)
-            held += [f"{day.day}" for day in broken]
-            passed = [day for day in group if day not in broken]
-            _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
-            if passed:
-                _write_group(ingest, part, passed, profiled, staged)
-            done += sum(day.kept for day in group)
-            phases.end("commit")
+    unmatched, shown = _find_unmatched(ingest, plan), False
+    phases.end("check")
+    try:
+        for group in groups:
+            part = replace(plan, due=group)
+            with _measured(ingest, part, done, sum(day.kept for day in plan.due)) as (measured, staged):
+                phases.end("write")
+                profiled, checked = _check_days(ingest, part, measured, unmatched)
+                results.append(checked)
+                if group is groups[-1]:
+                    shown = True
+                    on_checked(CheckResult.of(results))
+                phases.end("check")
+                checked.raise_failed()
+                broken = [day for day in group if day.day in checked.held_back]
+                _hold_back(ingest, part, broken)
+                held += [f"{day.day}" for day in broken]
+                passed = [day for day in group if day not in broken]
+                _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
+                if passed:
+                    _write_group(ingest, part, passed, profiled, staged)
+                done += sum(day.kept for day in group)
+                phases.end("commit")
+    finally:
+        if results and not shown:
+            on_checked(CheckResult.of(results))
     return CheckResult.of(results)
 
 
@@ -477,17 +484,19 @@ def _numbers(context: SourceContext, names: Sequence[str], maps: Sequence[str]) 
     )
 
 
-def _check_days(ingest: _Ingest, plan: _Plan, measured: pa.Table) -> tuple[CheckedProfile, CheckResult]:
+def _check_days(
+    ingest: _Ingest, plan: _Plan, measured: pa.Table, unmatched: Sequence[CheckFinding]
+) -> tuple[CheckedProfile, CheckResult]:
     """Checks the due days against earlier days and against their versions in the table.
 
     Args:
         measured: Statistics of the due days.
+        unmatched: Further rules that they break.
     """
     rows, context, checks = plan.rows, ingest.context, ingest.config.checks
     assert rows is not None
     due = {day.day: day for day in plan.due}
     rows_view = rows.create_good_view(rows_of_days(rows, plan.due))
-    unmatched = _find_unmatched(ingest, plan, rows, rows_view)
 
     def find(day: datetime.date, statistics: Columns) -> list[CheckFinding]:
         of_day = [one.model_copy(update={"day": day}) for one in unmatched]
@@ -506,16 +515,13 @@ def _check_days(ingest: _Ingest, plan: _Plan, measured: pa.Table) -> tuple[Check
     return profiled, profiled.checked
 
 
-def _find_unmatched(ingest: _Ingest, plan: _Plan, rows: OpenSource, view: str) -> list[CheckFinding]:
-    """Returns what the rows of all due days together match nearly nothing of, as broken rules of the first day.
-
-    Args:
-        view: The rows to write.
-    """
-    context, checks = ingest.context, ingest.config.checks
+def _find_unmatched(ingest: _Ingest, plan: _Plan) -> list[CheckFinding]:
+    """Returns what the rows of all due days together match nearly nothing of, as rules that each of them breaks."""
+    context, checks, rows = ingest.context, ingest.config.checks, plan.rows
     outcome, least = checks.unmatched, checks.matched_share
-    if outcome == "off":
+    if outcome == "off" or rows is None or not plan.due:
         return []
+    view = rows.create_good_view(rows_of_days(rows, plan.due))
     found: list[Broken] = []
     if rows.join is not None:
         days = days_condition(plan.due)

@@ -2,8 +2,7 @@
 
 import base64
 import datetime
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,8 @@ from pipeline.data.cache_file import UNREADABLE, read_cache, write_cache
 from pipeline.data.formats.files import Stamp, fingerprint
 
 FAMILY = "features"
+VERSION = 1
+"""Changes with how columns and days are read."""
 _memory: dict[Path, dict[str, "KnownFile"]] = {}
 
 
@@ -27,18 +28,20 @@ class KnownFile(NamedTuple):
 
 
 class KnownFiles:
-    """The files of a source, remembered in a file of the home and in the process.
+    """The Parquet files of a source, remembered in a file of the home and in the process.
 
     Args:
         home: Of the warehouse.
+        where: Tells the source from others in the same folder.
         day_column: Column with the days. Another column makes other days.
     Attributes:
-        files: Path -> what is known.
+        files: Path -> what is known, in the order of the files.
     """
 
-    def __init__(self, home: Path, files: Sequence[str], stamps: Sequence[Stamp], day_column: str | None) -> None:
-        folders = {path.rpartition("/")[0] for path in files}
-        source = [os.path.commonpath(folders), day_column]
+    def __init__(
+        self, home: Path, where: str, files: Sequence[str], stamps: Sequence[Stamp], day_column: str | None
+    ) -> None:
+        source = [VERSION, pa.__version__, where, min(path.rpartition("/")[0] for path in files), day_column]
         self.path = home / "inventory" / f"{FAMILY}-{fingerprint(source)}.json.gz"
         self.stamps = dict(zip(files, stamps, strict=True))
         known = _memory.get(self.path, {})
@@ -50,35 +53,20 @@ class KnownFiles:
     def _is_known(self, path: str, known: Mapping[str, KnownFile]) -> bool:
         return path in known and known[path].stamp == tuple(self.stamps[path])
 
-    def learn_schemas(self, learn: Callable[[str], pa.Schema]) -> list[pa.Schema]:
-        """Returns each schema that files have, once.
-
-        Args:
-            learn: Opens a file.
-        """
-        new = [path for path in self.stamps if path not in self.files]
-        for path in new:
-            self.files[path] = KnownFile(self.stamps[path], learn(path).remove_metadata(), None)
-        self._remember(new)
+    def add_schemas(self, found: Mapping[str, pa.Schema]) -> list[pa.Schema]:
+        """Adds the schemas of all new files. Returns each that files have, once, in the order of the files."""
+        new = {path: KnownFile(self.stamps[path], one.remove_metadata(), None) for path, one in found.items()}
+        self.files = {path: new[path] if path in new else self.files[path] for path in self.stamps}
+        self._remember(found)
         return list({_text(one.schema): one.schema for one in self.files.values()}.values())
 
-    def learn_days(self, learn: Callable[[str], Iterable[datetime.date]]) -> dict[datetime.date, list[str]]:
-        """Returns day -> the files with rows of it, in their order, once their schemas are known.
+    def add_days(self, found: Mapping[str, tuple[datetime.date, ...]]) -> dict[str, tuple[datetime.date, ...]]:
+        """Adds the days of all files that lacked them. Returns those of each file."""
+        self.files |= {path: self.files[path]._replace(days=days) for path, days in found.items()}
+        self._remember(found)
+        return {path: one.days or () for path, one in self.files.items()}
 
-        Args:
-            learn: Reads the days of a file.
-        """
-        new = [path for path, one in self.files.items() if one.days is None]
-        for path in new:
-            self.files[path] = self.files[path]._replace(days=tuple(sorted(learn(path))))
-        self._remember(new)
-        found: dict[datetime.date, list[str]] = {}
-        for path in self.stamps:
-            for day in self.files[path].days or ():
-                found.setdefault(day, []).append(path)
-        return dict(sorted(found.items()))
-
-    def _remember(self, new: Sequence[str]) -> None:
+    def _remember(self, new: Collection[str]) -> None:
         if new:
             others = self._others if len(self._others) <= len(self.files) else {}  # else most are gone
             _memory[self.path] = known = {**others, **self.files}

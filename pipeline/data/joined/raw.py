@@ -59,11 +59,10 @@ class RawRows:
         if self.snapshot is not None:
             return self.warehouse.schema(self.snapshot)
         self._copies: ScratchFolder | None = None
-        self.known = KnownFiles(self.warehouse.home, self.files, self.stamps, self.day_column)
-        self._check_stamps([path for path in self.files if path not in self.known.files])
+        self._days: dict[datetime.date, list[str]] | None = None
         try:
             others = any(form_of(Path(path), "auto") != "parquet" for path in self.files)
-            schemas = [] if others else self.known.learn_schemas(self._schema_of)
+            schemas = [] if others else self._known_schemas()
             if others or not _have_one_type(schemas):
                 self._check_stamps(self.files)
                 self._copies, self.read = _copy_typed(
@@ -71,10 +70,18 @@ class RawRows:
                     tuple(sorted(self.warehouse.config.catalog.items())),
                 )  # fmt: skip
                 schemas = [self._schema_of(path) for path in self.read.values()]
-                self.known.learn_schemas(lambda path: self._schema_of(self.read[path]))
             return pa.unify_schemas(schemas, promote_options="permissive")
         except (OSError, pa.ArrowException) as error:
             raise self._unreadable(error) from error
+
+    def _known_schemas(self) -> list[pa.Schema]:
+        """Opens the files that are not known."""
+        known = self._known = KnownFiles(self.warehouse.home, self.where, self.files, self.stamps, self.day_column)
+        new = [path for path in self.files if path not in known.files]
+        self._check_stamps(new)
+        schemas = {path: self._schema_of(path) for path in new}
+        self._check_stamps(new)
+        return known.add_schemas(schemas)
 
     def _check_stamps(self, files: Iterable[str]) -> None:
         stamps = dict(zip(self.files, self.stamps, strict=True))
@@ -92,7 +99,20 @@ class RawRows:
         return {day: fingerprint([stamps[path] for path in files]) for day, files in self._files_by_day().items()}
 
     def _files_by_day(self) -> dict[datetime.date, list[str]]:
-        return self.known.learn_days(self._days_in)
+        """Returns day -> the files with rows of it. Reads the days of files that are not known."""
+        if self._days is None:
+            known = None if self._copies is not None else self._known  # types of copies depend on the other files
+            new = self.files if known is None else [path for path in self.files if known.files[path].days is None]
+            self._check_stamps(new)
+            found = {path: tuple(sorted(self._days_in(path))) for path in new}
+            self._check_stamps(new)
+            days = found if known is None else known.add_days(found)
+            self._days = {}
+            for path in self.files:
+                for day in days[path]:
+                    self._days.setdefault(day, []).append(path)
+            self._days = dict(sorted(self._days.items()))
+        return self._days
 
     def _days_in(self, path: str) -> set[datetime.date]:
         column = self.day_column
@@ -115,6 +135,13 @@ class RawRows:
             return {f"{day}": name for day, name in self.warehouse.day_names(self.snapshot).items()}
         return {path: fingerprint([status]) for path, status in zip(self.files, self.stamps, strict=True)}
 
+    def identify(self, columns: Sequence[str]) -> list[str]:
+        """Returns all that decides the values of columns in a part, beside the part."""
+        if self.snapshot is None:
+            return [f"{self.raw.field(name).type}" for name in columns]
+        reader = self.warehouse.reader(self.snapshot, list(dict.fromkeys(columns)))
+        return [reader.identify(name) for name in columns]
+
     def batches_by_part(self, columns: Sequence[str], parts: Collection[str]) -> Iterator[tuple[str, pa.RecordBatch]]:
         """Yields the name of a part and columns of its rows, for some of `parts`."""
         if self.snapshot is not None:
@@ -124,7 +151,8 @@ class RawRows:
                     yield f"{fragment.day}", batch
             self.bytes_read += reader.bytes_read
             return
-        files = [path for path in self.files if path in parts]
+        wanted = set(parts)
+        files = [path for path in self.files if path in wanted]
         self._check_stamps(files)
         for path in files:
             for batch in self._read(path, columns, None):

@@ -136,7 +136,8 @@ class SourceColumns:
         source = self.source.source
         where = None if isinstance(source, FeatureJoin) else source.where
         columns = [self.source.added[name] for name in self.loaded]
-        content = (sorting.CODE, source.table, source.path, source.on, source.time, where, columns, self.layout)
+        raw = self.source.identify([*source.on, f"{source.time}", *columns, *self.source.compared])
+        content = (sorting.CODE, source.table, source.path, source.on, source.time, where, columns, self.layout, raw)
         folder = self.source.warehouse.home / SORTED / fingerprint([f"{one}" for one in content])
         return folder / fingerprint(list(self.source.parts().items()))
 

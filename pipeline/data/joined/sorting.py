@@ -84,15 +84,17 @@ def open_sorted(rows: Rows, parts: Mapping[str, str], layout: SortedLayout, fold
         StorageError: If the rows cannot be sorted, or the files are not as they were made.
     """
     if not (folder / MANIFEST).exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.parent / "lock"):
+        root = folder.parents[1]
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / "lock"):  # of all sources: a sort takes a quarter of the memory
             if not (folder / MANIFEST).exists():
-                _remove_unused(folder.parent, UNUSED_SECONDS)
-                with ScratchFolder("making-", folder.parent) as partial:
-                    made = _make(rows, parts, layout, Path(partial), where)
+                _remove_unused(folder, UNUSED_SECONDS)
+                with ScratchFolder("making-", root) as partial:
+                    made = _make(rows, parts, layout, folder, Path(partial), where)
                     shutil.rmtree(folder, ignore_errors=True)  # without a manifest: a rest
+                    folder.parent.mkdir(exist_ok=True)
                     made.rename(folder)
-                _remove_unused(folder.parent, REPLACED_SECONDS)
+                _remove_unused(folder, REPLACED_SECONDS)
     with suppress(PermissionError):  # another user's
         os.utime(folder / MANIFEST)  # it is in use
     return _map(folder, layout).timed
@@ -103,40 +105,41 @@ class SortingStart(NamedTuple):
 
     known: Path | None
     """Folder of sorted files to merge with."""
+    parts: list[str]
+    """Its parts."""
     new: list[str]
     """The parts to sort."""
 
 
 def find_start(folder: Path, parts: Mapping[str, str]) -> SortingStart:
     """Finds the sorted files beside a folder that have the most rows of the parts, if these are most of their rows."""
-    found, most = SortingStart(None, list(parts)), 0
+    found, most = SortingStart(None, [], list(parts)), 0
     for manifest in folder.parent.glob(f"*/{MANIFEST}"):
         with suppress(OSError, StorageError):  # damaged: its rows are sorted again
             facts = _read_manifest(manifest.parent)
             kept = {name: rows for name, (content, rows) in facts["parts"].items() if parts.get(name) == content}
             if sum(kept.values()) > max(most, facts["rows"] // 2):
-                found, most = (
-                    SortingStart(manifest.parent, [name for name in parts if name not in kept]),
-                    sum(kept.values()),
-                )
+                new, most = [name for name in parts if name not in kept], sum(kept.values())
+                found = SortingStart(manifest.parent, list(facts["parts"]), new)
     return found
 
 
-def _make(rows: Rows, parts: Mapping[str, str], layout: SortedLayout, partial: Path, where: str) -> Path:
+def _make(rows: Rows, parts: Mapping[str, str], layout: SortedLayout, folder: Path, partial: Path, where: str) -> Path:
     """Writes the files of a source's rows, and returns their folder."""
-    made, start = partial / "sorted", find_start(partial, parts)
-    try:
-        known = None if start.known is None else _map(start.known, layout)
-    except (OSError, StorageError):
-        known = None
-    if known is not None and start.known is not None:
+    made, start = partial / "sorted", find_start(folder, parts)
+    known: SortedRows | None = None
+    if start.known is not None:
+        with suppress(OSError, StorageError):  # being deleted, or damaged
+            os.utime(start.known / MANIFEST)
+            known = _map(start.known, layout)
+    if known is not None:
         _sort(rows, start.new, parts, layout, partial / "new", where)
-        new = _map(partial / "new", layout)
-        if may_merge(known, new):
-            places = {name: place for place, name in enumerate(parts) if name not in start.new}
-            numbers = np.array([places.get(name, -1) for name in _read_manifest(start.known)["parts"]], np.int64)
+        others, new = _map(partial / "new", layout), set(start.new)
+        if may_merge(known, others):
+            places = {name: place for place, name in enumerate(parts) if name not in new}
+            numbers = np.array([places.get(name, -1) for name in start.parts], np.int64)
             with _Files(made, parts, layout, where) as files:
-                for batch in merge(known, numbers, new, _schema(layout, PART), BATCH_ROWS):
+                for batch in merge(known, numbers, others, _schema(layout, PART), BATCH_ROWS):
                     files.add(batch)
             return made
     _sort(rows, list(parts), parts, layout, made, where)
@@ -430,13 +433,14 @@ def _remove_unused(folder: Path, seconds: float) -> None:
     """Deletes what no process has opened for long. Processes that still map it keep it until they end.
 
     Args:
-        folder: Of one source. Those of others beside it are looked at, too.
-        seconds: How long files of this source may be unused. Those of others may be for UNUSED_SECONDS.
+        folder: Of a source. Those of other sources are looked at, too.
+        seconds: How long those of this source may be unused. Those of others may be for UNUSED_SECONDS.
     """
-    for manifest in folder.parent.glob(f"*/*/{MANIFEST}"):
-        with suppress(OSError):  # another process deletes it, or another user's
-            if time.time() - manifest.stat().st_mtime > (
-                seconds if manifest.parent.parent == folder else UNUSED_SECONDS
-            ):
+    root = folder.parents[1]
+    for manifest in [*root.glob(f"*/*/{MANIFEST}"), *root.glob(f"*/{MANIFEST}")]:  # of earlier versions
+        with suppress(OSError):  # another user's
+            own = manifest.parent.parent == folder.parent
+            if time.time() - manifest.stat().st_mtime > (seconds if own else UNUSED_SECONDS):
                 manifest.unlink()  # first, so that no process takes the rest for whole
                 shutil.rmtree(manifest.parent, ignore_errors=True)
+                manifest.parent.parent.rmdir()  # fails if it has others

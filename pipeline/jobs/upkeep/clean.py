@@ -150,8 +150,11 @@ def note_retired(workspace: Workspace, versions: RetiredVersions, dry_run: bool)
 @step("clean versions")
 def remove_versions(workspace: Workspace, versions: RetiredVersions, dry_run: bool) -> Removed:
     """Old versions without an alias -> removed. Safe to repeat."""
-    for version in () if dry_run else versions.retired:
-        remove_version(workspace.tracking, version, versions.kept)
+    if versions.retired and not dry_run:
+        spared = {(version.name, version.version) for version in list_spared(workspace.tracking)}  # by now
+        for version in versions.retired:
+            if (version.name, version.version) not in spared:
+                remove_version(workspace.tracking, version, versions.kept)
     sizes = sum(int(version.tags.get(SIZE, 0)) for version in versions.retired)
     return _summarize("versions", [f"{one.name} {one.version}" for one in versions.retired], sizes)
 

@@ -132,9 +132,8 @@ def test_a_version_that_cannot_be_loaded_is_not_served(running, caplog):
     running.supervisor.offer(running.version(2, bad="its file is damaged."))
     until(lambda: running.removed == [2])
     assert running.serving() == ["1", "1"]
-    text = running.metrics.text()
-    assert b"dlrm_reload_failures_total 1.0" in text
-    assert b"dlrm_stale 1.0" in text
+    until(lambda: b"dlrm_stale 1.0" in running.metrics.text())
+    assert b"dlrm_reload_failures_total 1.0" in running.metrics.text()
     assert "m: version 2 cannot be served: its file is damaged. Version 1 goes on." in caplog.text
     running.supervisor.offer(running.version(3))
     until(lambda: running.serving() == ["3", "3"])

@@ -1,6 +1,7 @@
 """Features as of a row's time: against a loop over rows and DuckDB's ASOF join, and never from the row's future."""
 
 import datetime
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
+from pyiceberg.types import LongType
 
 from pipeline.data.joined import sorting
-from pipeline.data.joined.reader import filter_schema, joined_schema, open_reader
+from pipeline.data.joined.reader import SORTED, SourceColumns, filter_schema, joined_schema, open_reader
 from pipeline.data.joined.sorting import SortedLayout, open_sorted
-from pipeline.data.joined.source import PinnedSource, SourceRows, contents_by_day, pin_sources
+from pipeline.data.joined.source import FeatureSource, PinnedSource, SourceRows, contents_by_day, pin_sources
 from pipeline.data.selection import Selection
 from pipeline.data.stored import to_micros
 from pipeline.errors import ConfigError, ContractError, DataError
@@ -358,3 +360,65 @@ def test_windows_need_columns_to_sum_and_these_need_numbers(tmp_path, warehouse)
     joined = pin_sources([EventWindow(**given, take=["mean"], columns=["action"])], tmp_path, warehouse)
     with pytest.raises(ConfigError, match=r"column 'action': expected a number of each event, got large_string"):
         joined_schema(warehouse, snapshot, joined)
+
+
+def look_up(source: History, root: Path, warehouse: Warehouse) -> tuple[list[Any], list[Any]]:
+    """The history of user 1, with the sorted files that are there, and without any."""
+    found = []
+    for _ in range(2):
+        side = SourceColumns(FeatureSource(pin_sources([source], root, warehouse)[0], warehouse), ["seen_item"])
+        at = pa.array([START.replace(tzinfo=None) + datetime.timedelta(30)])
+        found.append(side.look_up({"user": pa.array([1]), "at": at}, START.date())[0].to_pylist()[0])
+        shutil.rmtree(warehouse.home / SORTED)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("change", ["time", "where", "key", "item"])
+def test_a_new_file_that_changes_the_types_of_others_sorts_them_anew(change, tmp_path, warehouse):
+    days = [START.date() + datetime.timedelta(number) for number in range(4)]
+    moments = [datetime.datetime.combine(day, datetime.time()) for day in days]
+    first = {"user": [1] * 4, "time": moments, "item": [0, 1, 2, 3], "kind": [1] * 4}
+    new = {"user": [1], "time": [moments[1] + datetime.timedelta(hours=12)], "item": [55], "kind": [1]}
+    if change == "time":
+        first["time"] = days  # each has happened at its end
+    if change == "where":
+        new["kind"] = ["01"]
+    if change == "key":
+        first["user"] = pa.array([1] * 4, pa.int32())
+    if change == "item":
+        new["item"] = ["fifty-five"]
+    history = History(
+        path="*.parquet", on="user", time="time", as_of="at", columns="item", prefix="seen_", last=9,
+        where="kind = '01'" if change == "where" else "kind = 1",
+    )  # fmt: skip
+    pq.write_table(pa.table(first), tmp_path / "a.parquet")
+    side = SourceColumns(FeatureSource(pin_sources([history], tmp_path, warehouse)[0], warehouse), ["seen_item"])
+    side.load_day(None)
+    pq.write_table(pa.table(new), tmp_path / "b.parquet")
+    kept, anew = look_up(history, tmp_path, warehouse)
+    assert kept == anew
+    assert {"time": [3, 2, 55, 1, 0], "where": [55], "item": ["3", "2", "fifty-five", "1", "0"]}.get(
+        change, [3, 2, 55, 1, 0]
+    ) == anew
+
+
+def test_a_column_that_was_dropped_and_added_again_is_sorted_anew(tmp_path, warehouse):
+    log = by_day(events(np.random.default_rng(1)))
+    log = log.set_column(log.schema.get_field_index("user"), "user", pa.array([1] * len(log)))
+    stored(warehouse, log, "watched")
+    history = History(table="watched", on="user", time="time", as_of="at", columns=["item"], prefix="seen_", last=9)
+    before, _ = look_up(history, tmp_path, warehouse)
+    side = SourceColumns(FeatureSource(pin_sources([history], tmp_path, warehouse)[0], warehouse), ["seen_item"])
+    side.load_day(None)
+    for change in (lambda one: one.delete_column("item"), lambda one: one.add_column("item", LongType())):
+        with warehouse.table("watched").update_schema() as update:
+            change(update)
+    last = log.slice(0, 1)
+    day = START.date() + datetime.timedelta(25)
+    last = last.set_column(last.schema.get_field_index("day"), "day", pa.array([day]))
+    last = last.set_column(last.schema.get_field_index("item"), "item", pa.array([901]))
+    stored(warehouse, last, "watched")
+    kept, anew = look_up(history, tmp_path, warehouse)
+    assert kept == anew
+    assert kept != before
+    assert set(kept) <= {None, 901}

@@ -124,3 +124,44 @@ def test_a_known_file_that_changes_is_refused_when_its_day_is_read(
     assert opened.users(0) == [0]
     with pytest.raises(DataError, match=r"001\.parquet': expected the file unchanged since the run started"):
         opened.users(1)
+
+
+def test_a_file_whose_days_are_not_known_is_refused_if_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        write(tmp_path / "files", number, (number,))
+    opened = Opened(tmp_path, monkeypatch)  # knows the columns
+    write(tmp_path / "files", 1, (2,))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"001\.parquet': expected the file unchanged since the run started"):
+            opened.users(1)
+
+
+def test_types_over_other_files_are_not_those_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "files", 1, (1,))
+    (tmp_path / "files" / "2.csv").write_text(f"user,on,x\n1,{day_of(2)},text\n")
+    assert Opened(tmp_path, monkeypatch).source.raw.field("x").type == pa.string()
+    assert Opened(tmp_path, monkeypatch, "files/*.parquet").source.raw.field("x").type == pa.int64()
+    (tmp_path / "files" / "2.csv").unlink()
+    assert Opened(tmp_path, monkeypatch).source.raw.field("x").type == pa.int64()
+
+
+def test_columns_keep_the_order_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them were known."""
+    write(tmp_path / "files", 2, (2,))
+    Opened(tmp_path, monkeypatch)
+    rows = {"y": [2.5], "x": [1], "on": [day_of(1)], "user": [1]}
+    pq.write_table(pa.table(rows), tmp_path / "files" / "001.parquet")
+    for _ in range(2):
+        assert Opened(tmp_path, monkeypatch).source.raw.names == ["y", "x", "on", "user"]
+
+
+def test_files_may_lie_anywhere(tmp_path: Path) -> None:
+    files = ["/a/1.parquet", "/2.parquet", "s3://bucket/3.parquet"]
+    stamps = [(path.rpartition("/")[2], 1, 1) for path in files]
+    known = known_files.KnownFiles(tmp_path, "source", files, stamps, None)
+    known.add_schemas(dict.fromkeys(files, pa.schema([("x", pa.int64())])))
+    known_files._memory.clear()
+    assert list(known_files.KnownFiles(tmp_path, "source", files, stamps, None).files) == files
+    assert not known_files.KnownFiles(tmp_path, "another source", files, stamps, None).files

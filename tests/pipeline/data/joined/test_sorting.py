@@ -59,7 +59,8 @@ def parts(rows: list[Row], size: int) -> Iterator[SourceRows]:
 
 def sort(rows: Callable[[], Iterator[SourceRows]], folder: Path, layout: SortedLayout = LAYOUT) -> TimedIndex:
     """The sorted rows of a source of one part."""
-    return open_sorted(lambda wanted: (("all", part) for part in rows()), {"all": "1"}, layout, folder, "log")
+    parts = {"all": folder.name}
+    return open_sorted(lambda wanted: (("all", part) for part in rows()), parts, layout, folder, "log")
 
 
 def read_key(index: TimedIndex, shop: str, user: int, border: int) -> list[tuple[Any, ...]]:
@@ -171,7 +172,7 @@ def test_a_merge_refuses_a_time_twice_where_it_must_not_be(tmp_path: Path) -> No
     with pytest.raises(DataError, match="key a, 1 more than once"):
         log.open(tmp_path / "b", LAYOUT._replace(unique=True))
     assert log.read == ["2"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "lock"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "part.data", "value0.data"])
@@ -222,7 +223,7 @@ def test_an_error_of_the_rows_arrives_as_it_is_and_nothing_stays(tmp_path: Path)
 
     with pytest.raises(DataError, match="log: expected rows, got rubbish"):
         sort(broken, tmp_path / "all" / "a")
-    assert [path.name for path in (tmp_path / "all").iterdir()] == ["lock"]
+    assert not (tmp_path / "all").exists()
 
 
 def _open(folder: Path, path: Path, slow: bool) -> None:
@@ -256,7 +257,7 @@ def test_files_are_made_once_although_a_process_that_makes_them_is_killed(tmp_pa
     other.join()
     assert other.exitcode == 0
     assert path.read_text().count("read") == 10
-    assert sorted(one.name for one in folder.parent.iterdir()) == ["a", "lock"]
+    assert [one.name for one in folder.parent.iterdir()] == ["a"]
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
@@ -325,10 +326,11 @@ def test_files_that_nobody_opens_go_after_a_week_and_replaced_ones_after_a_day(t
         past = time.time() - seconds - 60
         os.utime(tmp_path / name / MANIFEST, (past, past))
 
-    for name in ("log/old", "log/used", "other/old", "other/newer"):
+    for name in ("log/old", "log/used", "other/old", "other/newer", "gone/old", "of_an_earlier_version"):
         sort(lambda: parts(rows, 60), tmp_path / name)
-        age(name, UNUSED_SECONDS if name == "other/old" else REPLACED_SECONDS)
+        age(name, REPLACED_SECONDS if name in ("log/old", "log/used", "other/newer") else UNUSED_SECONDS)
     sort(lambda: parts(rows, 60), tmp_path / "log" / "used")
     sort(lambda: parts(rows, 60), tmp_path / "log" / "new")
-    assert sorted(one.name for one in (tmp_path / "log").iterdir()) == ["lock", "new", "used"]
-    assert sorted(one.name for one in (tmp_path / "other").iterdir()) == ["lock", "newer"]
+    assert sorted(one.name for one in (tmp_path / "log").iterdir()) == ["new", "used"]
+    assert sorted(one.name for one in (tmp_path / "other").iterdir()) == ["newer"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["lock", "log", "other"]
