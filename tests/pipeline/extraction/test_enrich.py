@@ -21,7 +21,7 @@ from pipeline.extraction.enrich import EnrichResult, enrich
 from pipeline.transforms.joins import FeatureJoin
 from storage.config import WarehouseConfig
 from storage.errors import ConflictError
-from storage.layout.rewrite import rewrite_days
+from storage.layout.rewrite import days_to_compact, rewrite_days
 from storage.reader import SnapshotRef
 from storage.snapshot.maintenance import expire
 from storage.snapshot.writing import append_rows, replace_days
@@ -341,3 +341,13 @@ def test_a_feature_source_is_opened_once_for_all_days_that_lack_it(warehouse, tm
     with pytest.raises(ConfigError, match="no materialization of"):
         require_materialized([stored], warehouse, warehouse.current("t"), ["score"], DAYS, tmp_path)
     assert len(opened) == 1
+
+
+def test_days_of_a_commit_have_no_more_files_than_their_rows_need(tmp_path):
+    warehouse = Warehouse(WarehouseConfig(file_rows=300), tmp_path / "home")
+    for number in range(3):
+        ingest(warehouse, number)
+        save_side(tmp_path, number)
+    run(warehouse)
+    assert days_to_compact(warehouse, warehouse.current("t")) == []
+    assert {len(found) for found in warehouse.day_files(warehouse.current("t")).values()} == {1}

@@ -1,6 +1,7 @@
 """Days, bad labels and repetition: what the warehouse holds after an ingest."""
 
 import datetime
+import itertools
 import json
 import os
 import re
@@ -286,6 +287,35 @@ def test_days_of_several_groups_are_held_back(ingest: Any, put: Any, warehouse: 
     again = ingest(BY_DAY, rows_per_commit=200, checks={"one_label": "warn"})
     assert list(again.days_written) == bad
     assert not warehouse.day_rows(warehouse.current("events_held"))
+
+
+def test_what_was_found_in_groups_is_told_whatever_ends_the_ingest(
+    ingest: Any, put: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = [DAY1 + datetime.timedelta(days=i // 10) for i in range(50)]
+    put("rows.parquet", user=list(range(50)), label=[0, 1] * 25, date=days)
+    commit, shown, count = extract.StagedDays.commit, list[Any](), itertools.count()
+
+    def fails(staged: Any, *rest: Any) -> Any:
+        if next(count) == 1:
+            raise OSError("no room")
+        return commit(staged, *rest)
+
+    monkeypatch.setattr(extract.StagedDays, "commit", fails)
+    with pytest.raises(OSError, match="no room"):
+        ingest(BY_DAY, rows_per_commit=20, on_checked=shown.append)
+    assert [[day.day for day in one.days] for one in shown] == [sorted(set(days))[:4]]
+
+
+@pytest.mark.parametrize("rows", [300, 5_000_000])
+def test_what_rows_match_is_judged_over_all_groups(ingest: Any, put: Any, rows: int, warehouse: Warehouse) -> None:
+    """The side table has no row of the last day yet."""
+    days = [DAY1 + datetime.timedelta(days=i // 300) for i in range(1_200)]
+    put("rows/1.parquet", user=list(range(1_200)), label=[0, 1] * 600, date=days)
+    put("users.parquet", user=list(range(900)), age=[1, 2, 3] * 300)
+    source = {"path": "rows/*", "day_column": "date", "lookups": [{"path": "users.parquet", "on": ["user"]}]}
+    ingest(source, rows_per_commit=rows)
+    assert len(days_of(warehouse)) == 4
 
 
 @pytest.mark.slow
