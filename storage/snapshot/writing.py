@@ -198,7 +198,8 @@ def _write(
     rows: int,
     by_day: bool = False,
 ) -> Iterator[DataFile]:
-    days = groupby(batches, lambda batch: batch.column(DAY)[0]) if by_day else [(None, batches)]
+    full = (batch for batch in batches if batch.num_rows)
+    days = groupby(full, lambda batch: batch.column(DAY)[0]) if by_day else [(None, full)]
     chunks = (chunk for _, of_day in days for chunk in collect_chunks(schema, of_day, writer.layout.file_rows))
     count = 0
     for file in writer.write_all(chunks):

@@ -13,6 +13,7 @@ import pytest
 from pyiceberg.catalog.sql import SqlCatalog
 from pyiceberg.exceptions import CommitFailedException
 
+from storage.config import WarehouseConfig
 from storage.errors import ConflictError, StorageError, UnknownCommitError
 from storage.snapshot.writing import StagedDays, append_rows, replace_days, stage_days
 from storage.warehouse import Warehouse
@@ -336,3 +337,16 @@ def test_an_interrupt_after_the_commit_does_not_delete_its_staged_files(
     with pytest.raises(KeyboardInterrupt), stage_days(warehouse, "events", samples().schema) as staged:
         stage(staged, samples()).commit(named(1), {})
     assert stored_ids(warehouse) == [0, 1, 10, 11, 20, 21]
+
+
+def test_days_that_follow_each_other_share_no_file_and_may_have_empty_batches(warehouse: Warehouse) -> None:
+    """A row group whose rows another engine has all deleted is read as an empty batch."""
+    days = [DAY + datetime.timedelta(days=number) for number in range(3)]
+    rows = pa.table({"day": [day for day in days for _ in range(70)], "number": range(210)})
+    batches = [rows.slice(0, 0).combine_chunks().to_batches() or [pa.RecordBatch.from_pylist([], rows.schema)]]
+    batches += [rows.slice(begin, 35).combine_chunks().to_batches() for begin in range(0, 210, 35)]
+    together = [batch for of in batches for batch in (*of, pa.RecordBatch.from_pylist([], rows.schema))]
+    small = Warehouse(WarehouseConfig(file_rows=100), warehouse.home)
+    replace_days(small, "events", dict.fromkeys(days, "i"), rows.schema, together, 210, by_day=True)
+    assert read_rows(small, "events", rows.column_names).equals(rows)
+    assert [len(files) for files in small.day_files(small.current("events")).values()] == [1, 1, 1]
