@@ -88,9 +88,13 @@ def open_sorted(rows: Rows, parts: Mapping[str, str], layout: SortedLayout, fold
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / "lock"):  # of all sources: a sort takes a quarter of the memory
             if not (folder / MANIFEST).exists():
+                start = find_start(folder, parts)
+                if start.known is not None:
+                    with suppress(OSError):  # another user's
+                        os.utime(start.known / MANIFEST)
                 _remove_unused(folder, UNUSED_SECONDS)
                 with ScratchFolder("making-", root) as partial:
-                    made = _make(rows, parts, layout, folder, Path(partial), where)
+                    made = _make(rows, parts, layout, start, Path(partial), where)
                     shutil.rmtree(folder, ignore_errors=True)  # without a manifest: a rest
                     folder.parent.mkdir(exist_ok=True)
                     made.rename(folder)
@@ -124,13 +128,13 @@ def find_start(folder: Path, parts: Mapping[str, str]) -> SortingStart:
     return found
 
 
-def _make(rows: Rows, parts: Mapping[str, str], layout: SortedLayout, folder: Path, partial: Path, where: str) -> Path:
+def _make(
+    rows: Rows, parts: Mapping[str, str], layout: SortedLayout, start: SortingStart, partial: Path, where: str
+) -> Path:
     """Writes the files of a source's rows, and returns their folder."""
-    made, start = partial / "sorted", find_start(folder, parts)
-    known: SortedRows | None = None
+    made, known = partial / "sorted", None
     if start.known is not None:
-        with suppress(OSError, StorageError):  # being deleted, or damaged
-            os.utime(start.known / MANIFEST)
+        with suppress(OSError, StorageError):  # damaged
             known = _map(start.known, layout)
     if known is not None:
         _sort(rows, start.new, parts, layout, partial / "new", where)

@@ -334,3 +334,14 @@ def test_files_that_nobody_opens_go_after_a_week_and_replaced_ones_after_a_day(t
     assert sorted(one.name for one in (tmp_path / "log").iterdir()) == ["new", "used"]
     assert sorted(one.name for one in (tmp_path / "other").iterdir()) == ["newer"]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["lock", "log", "other"]
+
+
+def test_files_to_merge_with_are_in_use(tmp_path: Path) -> None:
+    """A training that runs each week finds those of the last one, which are a week old."""
+    log = Log(np.random.default_rng(1))
+    for week in range(3):
+        log.parts[f"{week}"], log.versions[f"{week}"] = draw(week, 30), "1"
+        log.open(tmp_path / "log" / f"{week}")
+        assert log.read == [f"{week}"]
+        past = time.time() - UNUSED_SECONDS - 60
+        os.utime(tmp_path / "log" / f"{week}" / MANIFEST, (past, past))
