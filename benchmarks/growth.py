@@ -7,6 +7,8 @@ lines), and a log of events kept as a table. Figures are what `python -m flows.i
 its first look at the files to the last commit: its start differs by seconds. One more day is a new file of each log.
 Rounds alternate between few and many days; each adds a day. Figures are medians, with the files that were opened.
 
+With `--rewrite`: rewriting each day of a table, as `layout` does, a commit for each and small days together.
+
 With `--history`: sorting a log of events for a history, whole and after one more day, of `--rows` events a day.
 
 With `--commands`: a training that is done, `features`, `clean` with nothing to remove, `score` of one more day, and a
@@ -37,6 +39,10 @@ from benchmarks.machine import ROOT, as_table, describe_machine, machine, say
 from pipeline.data.joined.sorting import SortedLayout, open_sorted
 from pipeline.data.joined.source import SourceRows
 from pipeline.registration.versions import IDENTITY
+from storage.config import WarehouseConfig
+from storage.layout.rewrite import rewrite_days
+from storage.snapshot.writing import COMMIT_ROWS, in_commits, replace_days
+from storage.warehouse import Warehouse
 
 KINDS = {
     "logs": "parquet",
@@ -64,17 +70,21 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "avro"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--history", action="store_true", help="sort a log of events")
+    parser.add_argument("--rewrite", action="store_true", help="rewrite all days of a table")
     parser.add_argument("--commands", action="store_true", help="other commands than ingest")
     parser.add_argument("--runs", type=int, default=0, help="copies of a run in MLflow, where there are many days")
     parser.add_argument("--figure", type=Path, help="also draw the seconds by kind and days into this file")
     parser.add_argument("--json", action="store_true")
     chosen = parser.parse_args(words)
-    if chosen.history or chosen.commands:
+    if chosen.history or chosen.rewrite or chosen.commands:
         sizes = (chosen.days, chosen.rows, chosen.rounds)
-        seconds = _compare_sorting(*sizes) if chosen.history else _compare_commands(*sizes, chosen.runs)
+        if chosen.commands:
+            seconds = _compare_commands(*sizes, chosen.runs)
+        else:
+            seconds = (_compare_sorting if chosen.history else _compare_rewriting)(*sizes)
         figures = {"commands": seconds, "rows": chosen.rows, "rounds": chosen.rounds, "machine": machine(PACKAGES)}
         table = {
-            name: {f"{count:,} days, s": round(value, 2) for count, value in one.items()}
+            name: {f"{count:,} days, s": round(value, 3 if chosen.rewrite else 2) for count, value in one.items()}
             for name, one in seconds.items()
         }
         print(json.dumps(figures) if chosen.json else as_table("command", table, figures))
@@ -174,6 +184,26 @@ def _compare_sorting(days: Sequence[int], rows: int, rounds: int) -> dict[str, d
                     open_sorted(lambda names: _events(names, rows), parts, layout, Path(folder, "log", what), "log")
                     passes[what].setdefault(count, []).append(time.perf_counter() - begun)
     return {what: {count: median(seconds) for count, seconds in found.items()} for what, found in passes.items()}
+
+
+def _compare_rewriting(days: Sequence[int], rows: int, rounds: int) -> dict[str, dict[int, float]]:
+    """Returns way -> number of days -> median seconds a day."""
+    passes: dict[str, dict[int, list[float]]] = {"a commit for each day": {}, "small days together": {}}
+    for _ in range(rounds):
+        for count in days:
+            with tempfile.TemporaryDirectory(prefix="dlrm-growth-") as folder:
+                home, every = Path(folder), [_day(number) for number in range(count)]
+                column = [day for day in every for _ in range(rows)]
+                table = pa.table({"day": column, "x": np.arange(len(column)), "label": np.zeros(len(column), np.int32)})
+                warehouse = Warehouse(WarehouseConfig(), home)
+                replace_days(warehouse, "t", dict.fromkeys(every, ""), table.schema, table.to_batches(), len(table))
+                for way, most in zip(passes, (1, COMMIT_ROWS), strict=True):
+                    some = every[:40]
+                    begun = time.perf_counter()
+                    for group in in_commits(some, lambda day: rows, most):
+                        rewrite_days(warehouse, "t", group, home / "tmp")
+                    passes[way].setdefault(count, []).append((time.perf_counter() - begun) / len(some))
+    return {way: {count: median(seconds) for count, seconds in found.items()} for way, found in passes.items()}
 
 
 def _events(days: Iterable[str], rows: int) -> Iterator[tuple[str, SourceRows]]:

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import json
+import os
 import time
 import zlib
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import Any
 from storage.artifacts import atomic_file
 
 KEPT_SECONDS = 30 * 86_400
-"""How long a file that is not written any more is kept."""
+"""How long a file that is not used any more is kept."""
 UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError, IndexError, TypeError, AttributeError)
 """Errors of a file that is missing, damaged or of another version."""
 
 
 def read_cache(path: Path) -> Any:
     """Returns what was written, or raises one of UNREADABLE."""
-    return json.loads(gzip.decompress(path.read_bytes()))
+    content = path.read_bytes()
+    with contextlib.suppress(OSError):  # another user's
+        os.utime(path)  # it is in use
+    return json.loads(gzip.decompress(content))
 
 
 def write_cache(path: Path, content: object, family: str) -> None:

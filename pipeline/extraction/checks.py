@@ -72,11 +72,6 @@ class CheckResult(BaseModel, frozen=True):
         return cls(days=days, findings=tuple(finding for one in results for finding in one.findings))
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a rule ends the ingest."""
-        return any(finding.outcome == "fail" for finding in self.findings)
-
-    @property
     def held_back(self) -> set[datetime.date]:
         """Days to hold back from the table."""
         return {day.day for day in self.days if day.outcome == "quarantine"}

@@ -150,13 +150,14 @@ def note_retired(workspace: Workspace, versions: RetiredVersions, dry_run: bool)
 @step("clean versions")
 def remove_versions(workspace: Workspace, versions: RetiredVersions, dry_run: bool) -> Removed:
     """Old versions without an alias -> removed. Safe to repeat."""
-    if versions.retired and not dry_run:
+    gone = versions.retired
+    if gone and not dry_run:
         spared = {(version.name, version.version) for version in list_spared(workspace.tracking)}  # by now
-        for version in versions.retired:
-            if (version.name, version.version) not in spared:
-                remove_version(workspace.tracking, version, versions.kept)
-    sizes = sum(int(version.tags.get(SIZE, 0)) for version in versions.retired)
-    return _summarize("versions", [f"{one.name} {one.version}" for one in versions.retired], sizes)
+        gone = [one for one in gone if (one.name, one.version) not in spared]
+        for version in gone:
+            remove_version(workspace.tracking, version, versions.kept)
+    sizes = sum(int(version.tags.get(SIZE, 0)) for version in gone)
+    return _summarize("versions", [f"{one.name} {one.version}" for one in gone], sizes)
 
 
 @step("clean moves")
