@@ -103,4 +103,6 @@ def family_of(kind: pa.DataType) -> str:
         return "timestamp with zone" if kind.tz else "timestamp"
     if is_text(kind):
         return "text"
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return "bytes"
     return "integer" if pa.types.is_integer(kind) else "float" if pa.types.is_floating(kind) else str(kind)

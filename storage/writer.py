@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -34,6 +35,8 @@ MARK = b"dlrm.layout"
 FILES_AT_A_TIME = min(4, os.cpu_count() or 1)
 BYTES_AT_A_TIME = 256 * 1024 * 1024
 """Rows that are written while the next ones are made. Larger tables are written one at a time."""
+CHUNK_BYTES = 64 * 1024 * 1024
+"""Rows of whole days that are written together at least, if there are as many."""
 SAMPLED = 8_192
 """Values of a column that tell whether they repeat."""
 REPEATING = 0.75
@@ -129,9 +132,12 @@ class DataFileWriter:
                     f"{whole[field.name].null_count} rows without one",
                     f"Give them one, or make the column optional: ALTER COLUMN {field.name} DROP NOT NULL.",
                 )  # fmt: skip
-        days = sorted(pc.unique(whole[DAY]).to_pylist())
-        for day in days:
-            yield day, whole.filter(pc.equal(whole[DAY], day)) if len(days) > 1 else whole, next(self._numbers)
+        days = whole[DAY].cast(pa.int32()).to_numpy()
+        found, begins = np.unique(days, return_index=True)
+        together = bool((days[1:] >= days[:-1]).all())  # a part is then a slice, which copies nothing
+        for number, begin, end in zip(found, begins, [*begins[1:], len(days)], strict=True):
+            part = whole.slice(begin, end - begin) if together else whole.filter(pa.array(days == number))
+            yield part[DAY][0].as_py(), part, next(self._numbers)
 
     def _file(self, day: datetime.date, rows: pa.Table, number: int) -> DataFile:
         key = PartitionKey([PartitionFieldValue(self.spec.fields[0], day)], self.spec, self.schema)
@@ -199,16 +205,28 @@ def write_parquet(stream: Any, rows: pa.Table, layout: Layout) -> pq.FileMetaDat
 
 
 def _repeats(column: pa.ChunkedArray) -> bool:
-    """Tells whether a column's first values repeat so often that a dictionary pays.
+    """Tells whether a column's first values, but nulls, repeat so often that a dictionary pays.
 
     With a dictionary, numbers that are all different took five times the time and a quarter more bytes.
     """
-    values = column.slice(0, SAMPLED)
+    values = column.slice(0, SAMPLED).drop_null()
     if is_list(values.type):
-        values = pc.list_flatten(values).slice(0, SAMPLED)
+        values = pc.list_flatten(values).slice(0, SAMPLED).drop_null()
     if pa.types.is_nested(values.type) or not len(values):
         return True
-    return bool(pc.count_distinct(values).as_py() <= REPEATING * len(values))
+    return _count_distinct(values) <= REPEATING * len(values)
+
+
+def _count_distinct(values: pa.ChunkedArray) -> int:
+    """Counts different values, none of them null. Numbers are sorted: Arrow's hash table takes ten times the time."""
+    kind = values.type
+    if not pa.types.is_primitive(kind) or kind.bit_width not in (16, 32, 64):
+        return int(pc.count_distinct(values).as_py())
+    size = kind.bit_width // 8
+    chunks = [one for one in values.chunks if len(one)]
+    whole = [np.frombuffer(one.buffers()[1], f"i{size}", len(one), one.offset * size) for one in chunks]
+    ordered = np.sort(np.concatenate(whole))
+    return 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
 
 
 def _measured(schema: pa.Schema, layout: Layout) -> list[str]:
@@ -236,14 +254,33 @@ def _begin(chunk: pq.ColumnChunkMetaData) -> int:
 
 
 def collect_chunks(schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
-    """Collects batches into tables of at least `rows` rows. The last table may be smaller."""
+    """Collects batches into tables of at least `rows` rows, or of whole days. The last table may be smaller.
+
+    As long as rows come in order of their days, a table ends where a day does, unless one day has more rows. A day then
+    has no more files than its rows need, however many are written together, and small days wait for CHUNK_BYTES only.
+
+    Args:
+        schema: With the column `day`.
+    """
     pending: list[pa.RecordBatch] = []
-    count = 0
+    count = size = begin = 0  # of the pending rows, and where the last of their days begins
+    ordered, last = True, None
     for batch in batches:
+        if not batch.num_rows:
+            continue
+        days = batch.column(DAY).cast(pa.int32()).to_numpy(zero_copy_only=False)
+        ordered = ordered and (last is None or days[0] >= last) and bool((days[1:] >= days[:-1]).all())
+        changes = np.flatnonzero(days[1:] != days[:-1]) + 1
+        if len(changes) or days[0] != last:
+            begin = count + (int(changes[-1]) if len(changes) else 0)
+        last = days[-1]
         pending.append(batch)
-        count += batch.num_rows
-        if count >= rows:
-            yield pa.Table.from_batches(pending, schema)
-            pending, count = [], 0
+        count, size = count + len(days), size + batch.nbytes
+        if count < rows and (size < CHUNK_BYTES or not ordered or begin == 0):
+            continue
+        whole, cut = pa.Table.from_batches(pending, schema), begin if ordered and begin else count
+        yield whole.slice(0, cut)
+        pending = whole.slice(cut).to_batches()
+        count, size, begin, ordered = count - cut, sum(one.nbytes for one in pending), 0, True
     if count:
         yield pa.Table.from_batches(pending, schema)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from storage.names import TRAILING_DAYS
@@ -17,6 +18,7 @@ from storage.warehouse import Warehouse
 if TYPE_CHECKING:
     import duckdb
 
+Counts = npt.NDArray[np.int64]
 PROFILE = "profile"
 """Suffix of a table of statistics."""
 FAR = 20.0
@@ -129,30 +131,42 @@ def stored_rows(
 
 def add_drift(measured: pa.Table, earlier: pa.Table, trailing_days: int = TRAILING_DAYS) -> pa.Table:
     """Adds the `drift` of each day against the days before it, taken from `earlier` and the statistics themselves."""
-    fresh = set(measured[DAY].to_pylist())
-    before = [row for row in earlier.select([DAY, "column", "histogram"]).to_pylist() if row[DAY] not in fresh]
-    histograms: dict[str, dict[datetime.date, list[int]]] = {}
-    for row in [*before, *measured.select([DAY, "column", "histogram"]).to_pylist()]:
-        histograms.setdefault(row["column"], {})[row[DAY]] = row["histogram"]
-    drifts: list[float | None] = []
-    for day, column in zip(measured[DAY].to_pylist(), measured["column"].to_pylist(), strict=True):
-        past = [other for other in sorted(histograms[column]) if other < day][-trailing_days:]
-        drifts.append(stability(histograms[column][day], [histograms[column][other] for other in past]))
-    return measured.set_column(SCHEMA.get_field_index("drift"), "drift", pa.array(drifts, pa.float64()))
+    parts = [part.select([DAY, "column", "histogram"]) for part in (earlier, measured)]
+    rows = pa.concat_tables(parts).combine_chunks()
+    days, names = rows[DAY].cast(pa.int32()).to_numpy(), rows["column"].combine_chunks().dictionary_encode()
+    counts, fresh = _histograms(rows["histogram"].combine_chunks()), np.arange(len(rows)) >= len(earlier)
+    there = fresh | ~np.isin(days, days[fresh])  # the versions of new days that the table has do not count
+    order = np.lexsort((days, names.indices.to_numpy()))
+    order = order[there[order]]
+    sums = np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts[order], axis=0)])
+    ids, places = names.indices.to_numpy()[order], np.arange(len(order))
+    begins = np.maximum(np.searchsorted(ids, ids), places - trailing_days)
+    drifts = np.full(len(rows), np.nan)
+    drifts[order] = stability(counts[order], sums[places] - sums[begins])
+    column = pa.array(drifts[fresh], pa.float64(), from_pandas=True)  # NaN is null
+    return measured.set_column(SCHEMA.get_field_index("drift"), "drift", column)
 
 
-def stability(histogram: Sequence[int] | None, earlier: Sequence[Sequence[int] | None]) -> float | None:
-    """Returns the population stability index of a histogram against the sum of earlier ones, or None if one is empty.
+def _histograms(lists: pa.ListArray) -> Counts:
+    """Returns histograms as a matrix. A missing one is a row of zeros."""
+    known, items = lists.is_valid().to_numpy(zero_copy_only=False), lists.flatten().to_numpy()
+    found = np.zeros((len(lists), len(items) // max(1, int(known.sum()))), np.int64)
+    found[known] = items.reshape(-1, found.shape[1]) if len(items) else 0
+    return found
+
+
+def stability(new: Counts, old: Counts) -> npt.NDArray[np.float64]:
+    """Returns the population stability index of histograms against earlier ones: [rows], NaN where one is empty.
 
     Half a value is added to each bucket: an empty bucket would make the index infinite.
 
+    Args:
+        new, old: [rows, buckets].
+
     Example:
-        >>> stability([10, 10], [[50, 50]]), round(stability([90, 10], [[50, 50]]), 2)
-        (0.0, 0.85)
+        >>> stability(np.array([[10, 10], [90, 10], [0, 0]]), np.array([[50, 50]] * 3)).round(2).tolist()
+        [0.0, 0.85, nan]
     """
-    counts = [np.asarray(one, float) for one in earlier if one and sum(one) > 0]
-    if not histogram or sum(histogram) == 0 or not counts:
-        return None
-    new, old = np.asarray(histogram, float) + 0.5, np.sum(counts, axis=0) + 0.5
-    new, old = new / new.sum(), old / old.sum()
-    return float(np.sum((new - old) * np.log(new / old)))
+    shares = [(counts + 0.5) / (counts + 0.5).sum(axis=1, keepdims=True) for counts in (new, old)]
+    found = np.sum((shares[0] - shares[1]) * np.log(shares[0] / shares[1]), axis=1)
+    return np.where((new.sum(axis=1) > 0) & (old.sum(axis=1) > 0), found, np.nan)

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -17,7 +16,7 @@ from pyiceberg.table import Table, Transaction
 from pyiceberg.table.snapshots import Operation
 
 from storage.arrow import family_of, is_same_type
-from storage.config import DAY, find_owner
+from storage.config import find_owner
 from storage.errors import ConflictError, ContractError, StorageError, UnknownCommitError
 from storage.keys import is_key
 from storage.snapshot.catalog import PART_OF, new_table
@@ -70,13 +69,10 @@ def write_in_commits(days: Iterable[T], rows: Callable[[T], int], write: Callabl
 
 
 class DayRecords(TypedDict, total=False):
-    """Further arguments of `replace_days`. All but the last are those of `replace_files`."""
+    """Further arguments of `replace_days`, which are those of `replace_files`."""
 
     notes: Mapping[datetime.date, Any]
     same: Mapping[datetime.date, str]
-    by_day: bool
-    """Whether each batch has rows of one day, and the batches of a day follow each other. A day then has no more files
-    than its rows need."""
 
 
 def replace_days(
@@ -102,19 +98,17 @@ def replace_days(
         rows: Expected number of rows, checked before the commit and against the table after it.
         made_of: The snapshot that the new rows were derived from.
         anew: Columns that are added again if another engine has dropped them. Earlier days have nulls there.
-        records: As in `replace_files`, and `by_day` of `DayRecords`.
+        records: As in `replace_files`.
     Raises:
         ConflictError: If another writer changed one of these days in the meantime.
         StorageError: If the row counts differ, a row belongs to another day, or a column changed its type or was
             renamed or dropped by another engine.
     """
-    by_day = records.pop("by_day", False)
-    files = partial(_write, name=name, schema=schema, batches=batches, rows=rows, by_day=by_day)
+    files = partial(_write, name=name, schema=schema, batches=batches, rows=rows)
     table = _evolve(warehouse, name, schema, anew)
     if made_of is not None:
         _refuse_changed(warehouse, table, made_of, days)
-    notes, same = records.get("notes", {}), records.get("same", {})
-    reference = replace_files(warehouse, table, days, files, notes, same)
+    reference = replace_files(warehouse, table, days, files, **records)
     _assert_rows(warehouse, reference, sorted(days), rows)
     return reference
 
@@ -191,18 +185,10 @@ def stage_days(warehouse: Warehouse, name: str, schema: pa.Schema) -> Iterator[S
 
 
 def _write(
-    writer: DataFileWriter,
-    name: str,
-    schema: pa.Schema,
-    batches: Iterable[pa.RecordBatch],
-    rows: int,
-    by_day: bool = False,
+    writer: DataFileWriter, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int
 ) -> Iterator[DataFile]:
-    full = (batch for batch in batches if batch.num_rows)
-    days = groupby(full, lambda batch: batch.column(DAY)[0]) if by_day else [(None, full)]
-    chunks = (chunk for _, of_day in days for chunk in collect_chunks(schema, of_day, writer.layout.file_rows))
     count = 0
-    for file in writer.write_all(chunks):
+    for file in writer.write_all(collect_chunks(schema, batches, writer.layout.file_rows)):
         count += file.record_count
         yield file
     if count != rows:

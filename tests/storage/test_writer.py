@@ -1,8 +1,10 @@
 """Table files are whole, in the table's layout, readable by other tools, and never read with a flipped bit."""
 
 import datetime
+import itertools
 import random
 import struct
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
+from storage import writer
 from storage.config import WarehouseConfig
 from storage.errors import CorruptFileError, StorageError
 from storage.layout.spec import Layout, leaf_paths
@@ -148,14 +151,20 @@ def test_the_table_decides_the_layout_of_new_files(warehouse: Warehouse, home: P
 
 
 def test_columns_whose_values_repeat_get_a_dictionary(warehouse: Warehouse, home: Path) -> None:
-    """Numbers that all differ are smaller and faster without one; nulls and nested values do not count."""
+    """Numbers that all differ are smaller and faster without one, however many are null; nested values do not count."""
     draw = np.random.default_rng(1)
     kinds = pa.list_(pa.int64())
     rows = pa.table(
         {
             "day": [DAY1] * 5_000,
             "number": draw.random(5_000),
-            "rare": [None if i % 100 else i / 7 for i in range(5_000)],
+            "rare": [None if i % 3 else i / 7 for i in range(5_000)],
+            "none": pa.nulls(5_000, pa.float64()),
+            "times": pa.array(draw.permutation(5_000), pa.timestamp("us")),
+            "price": pa.array([Decimal(i) for i in range(5_000)], pa.decimal128(9, 2)),
+            "small": pa.array([i % 100 for i in range(5_000)], pa.int16()),
+            "flag": [i % 2 == 0 if i % 3 else None for i in range(5_000)],
+            "bytes": [f"{i}".encode() for i in range(5_000)],
             "few": draw.integers(0, 3_000, 5_000),
             "ids": pa.array([[4 * i, 4 * i + 1] if i % 3 else None for i in range(5_000)], kinds),
             "tags": pa.array([[i % 9, i % 7] for i in range(5_000)], kinds),
@@ -167,9 +176,31 @@ def test_columns_whose_values_repeat_get_a_dictionary(warehouse: Warehouse, home
     group = pq.ParquetFile(files(home)[0]).metadata.row_group(0)
     chunks = [group.column(i) for i in range(group.num_columns)]
     assert {chunk.path_in_schema.split(".")[0] for chunk in chunks if not chunk.has_dictionary_page} == {
-        "number", "ids", "word"
+        "number", "rare", "times", "price", "ids", "word", "bytes", "flag"
     }  # fmt: skip
     assert read_rows(warehouse, snapshot, rows.column_names).cast(rows.schema).equals(rows)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_are_collected_into_tables_of_whole_days(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", draw.choice([1, 200, 10**9]))
+    days = [DAY1 + datetime.timedelta(days=draw.randrange(6)) for _ in range(draw.randrange(1, 60))]
+    ordered, least = seed % 4 > 0, draw.randrange(1, 30)
+    rows = pa.table({"day": sorted(days) if ordered else days, "id": range(len(days))})
+    cuts = sorted({0, len(days), *(draw.randrange(len(days)) for _ in range(draw.randrange(12)))})
+    parts = [rows.slice(begin, end - begin) for begin, end in itertools.pairwise(cuts)]
+    batches = [batch for part in parts for batch in (part.slice(0, 0).combine_chunks(), part.combine_chunks())]
+    found = list(writer.collect_chunks(rows.schema, (one for table in batches for one in table.to_batches()), least))
+    assert pa.concat_tables(found).equals(rows)
+    assert all(len(one) for one in found)
+    longest = max(end - begin for begin, end in itertools.pairwise(cuts))
+    for before, after in itertools.pairwise(found):
+        last, first = before["day"][-1].as_py(), after["day"][0].as_py()
+        if ordered and last == first:  # the day has more rows than a table needs
+            assert days.count(last) > least
+            assert len(before) >= least
+    assert all(len(one) < least + 2 * longest for one in found)
 
 
 def test_a_layout_comes_back_from_properties() -> None:

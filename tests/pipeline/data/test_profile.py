@@ -286,7 +286,9 @@ def test_stability_grows_with_the_shift() -> None:
     draw = np.random.default_rng(3)
     base = histogram([number_bucket(x) for x in draw.lognormal(0.0, 1.0, 20_000)])
     shifts = [histogram([number_bucket(x * s) for x in draw.lognormal(0.0, 1.0, 20_000)]) for s in (1, 1.3, 2, 3)]
-    found = [stability(shift, [base]) for shift in shifts]
-    assert found == sorted(found)  # type: ignore[type-var]
-    assert found[0] < 0.01 < 0.1 < found[2]  # type: ignore[operator]
-    assert stability(None, [base]) is stability(base, []) is stability(base, [None]) is None
+    found = stability(np.array(shifts), np.array([base] * 4)).tolist()
+    assert found == sorted(found)
+    assert found[0] < 0.01 < 0.1 < found[2]
+    assert found == pytest.approx([index(shift, base) for shift in shifts])
+    empty = [0] * len(base)
+    assert np.isnan(stability(np.array([empty, base, empty]), np.array([base, empty, empty]))).all()
