@@ -2,11 +2,12 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from storage.objects import register_stores
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 BATCH_ROWS = 65_536
 BATCH_VALUES = 1 << 23
 """Rows times columns of a batch: 64 MB of numbers."""
+
+AHEAD = 4
+"""Batches that are made while one is used."""
 
 
 def connect(
@@ -68,15 +72,18 @@ def column_types(connection: "duckdb.DuckDBPyConnection", view: str) -> dict[str
 
 
 def stream(
-    *relations: "duckdb.DuckDBPyRelation", rows: int | None = None
+    *relations: "duckdb.DuckDBPyRelation",
+    rows: int | None = None,
+    arrange: "Callable[[pa.Table], pa.Table] | None" = None,
 ) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
     """Returns the schema of relations and their rows in batches. Errors in the middle are DuckDB's own.
 
-    Arrow makes an OSError of them, which would pass as a fault of a disk. A thread makes the next batch meanwhile.
+    Arrow makes an OSError of them, which would pass as a fault of a disk. A thread makes the next batches meanwhile.
     Until the last one, the connection can do nothing else.
 
     Args:
         rows: Of a batch. None: as many as have BATCH_VALUES, at most BATCH_ROWS.
+        arrange: Applied to the rows of each relation, which is then held whole.
 
     Example:
         >>> import duckdb
@@ -87,22 +94,26 @@ def stream(
     import duckdb
 
     of_batch = rows or max(1, min(BATCH_ROWS, BATCH_VALUES // len(relations[0].columns)))
-    first = relations[0].to_arrow_reader(of_batch)
-    others = (batch for one in relations[1:] for batch in one.to_arrow_reader(of_batch))
-    every = itertools.chain(first, others)
+    if arrange is None:
+        first = relations[0].to_arrow_reader(of_batch)
+        others = (batch for one in relations[1:] for batch in one.to_arrow_reader(of_batch))
+        schema, every = first.schema, cast("Iterator[pa.RecordBatch]", itertools.chain(first, others))
+    else:
+        schema = arrange(relations[0].limit(0).to_arrow_table()).schema
+        every = (batch for one in relations for batch in arrange(one.to_arrow_table()).to_batches(of_batch))
 
     def batches() -> "Iterator[pa.RecordBatch]":
         try:
             with ThreadPoolExecutor(1, "stream") as thread:
-                coming = thread.submit(next, every, None)
-                while (batch := coming.result()) is not None:
-                    coming = thread.submit(next, every, None)
+                coming = deque(thread.submit(next, every, None) for _ in range(AHEAD))
+                while (batch := coming.popleft().result()) is not None:
+                    coming.append(thread.submit(next, every, None))
                     yield batch
         except OSError as error:
             kind = f"{error}".partition(" Error:")[0].title().replace(" ", "")
             raise getattr(duckdb, f"{kind}Exception", duckdb.Error)(f"{error}") from error
 
-    return first.schema, batches()
+    return schema, batches()
 
 
 def quote(name: str) -> str:

@@ -5,6 +5,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -251,40 +252,53 @@ def count_refused(rows: OpenSource, days: Sequence[SourceDay]) -> dict[str, int]
     return dict(rows.connection.sql(query).fetchall())
 
 
-def rows_of_days(rows: OpenSource, days: Sequence[SourceDay], only: Collection[str] | None = None) -> str:
+class Portion(NamedTuple):
+    """Rows of some files."""
+
+    files: Sequence[str]
+    """As they are read."""
+    places: tuple[int, int] | None = None
+    """The first of the rows and the end of them, in the one file. None: all."""
+
+
+def rows_of_days(rows: OpenSource, days: Sequence[SourceDay], only: Portion | None = None) -> str:
     """Returns the SQL condition that a row of an open source belongs to one of the days.
 
     It names the files of the days, so that DuckDB scans no other. It knows that before it reads a row.
 
     Args:
-        only: Files as they are read. None: all.
+        only: The rows that are looked for. None: all.
     """
     wanted = {file for day in days for file in day.files}
-    named = [read for read, file in rows.names.items() if file in wanted and (only is None or read in only)]
+    named = [read for read, file in rows.names.items() if file in wanted and (only is None or read in only.files)]
     files = ", ".join("'" + read.replace("'", "''") + "'" for read in named)
-    return f"list_contains([{files}], __file) AND {days_condition(days)}" if files else "false"
+    places = f" AND __row >= {only.places[0]} AND __row < {only.places[1]}" if only and only.places else ""
+    return f"list_contains([{files}], __file) AND {days_condition(days)}{places}" if files else "false"
 
 
-def group_files(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[list[str]] | None:
-    """Groups the files of days, as they are read and in that order, with at most `most` rows of the days a group.
+def split_rows(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[Portion]:
+    """Splits the rows of days into portions of at most `most` rows, in the order of the files and of the rows in them.
 
-    Returns:
-        None if a file has more.
+    A file with more rows of the days is split by places. Parquet's metadata tell DuckDB where these lie.
     """
     counts = Counter[str]()
     for day in days:
         counts.update(day.files)
-    groups: list[list[str]] = [[]]
-    room = most
+    portions, files, room = list[Portion](), list[str](), most
     for read, file in sorted(rows.names.items()):
+        if not counts[file]:
+            continue
+        if counts[file] > room and files:
+            portions.append(Portion(files))
+            files, room = [], most
         if counts[file] > most:
-            return None
-        if counts[file] > room:
-            groups.append([])
-            room = most
-        groups[-1] += [read] if file in counts else []
-        room -= counts[file]
-    return groups
+            metadata = rows.connection.sql("SELECT num_rows FROM parquet_file_metadata(?)", params=[read])
+            whole = int(metadata.fetchall()[0][0])
+            portions += [Portion([read], (begin, begin + most)) for begin in range(0, whole, most)]
+        else:
+            files.append(read)
+            room -= counts[file]
+    return [*portions, Portion(files)] if files or not portions else portions
 
 
 def days_condition(days: Sequence[SourceDay]) -> str:

@@ -4,11 +4,12 @@ import datetime
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from pipeline.data.day_notes import INGEST
 from pipeline.errors import ConfigError
-from pipeline.extraction.days import SourceDay, group_files, rows_of_days
+from pipeline.extraction.days import SourceDay, rows_of_days, split_rows
 from pipeline.extraction.opening import OpenSource
 from pipeline.extraction.samples import GOOD
 from pipeline.transforms.schema import resolve
@@ -18,9 +19,8 @@ from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
 
 FILE_ORDER = "ORDER BY __file, __row"
-SORTED_VALUES = 1 << 23
-"""Rows times columns that are put into the order of their files at once, and the next files after them. If a file has
-more, all rows are sorted together: DuckDB spills what does not fit into its memory, but fails at what nearly does."""
+PORTION_VALUES = 1 << 23
+"""Rows times columns that are put into the order of their files at once: 64 MB of numbers."""
 
 
 def quarantine_name(table: str) -> str:
@@ -85,11 +85,28 @@ def good_rows(
     rows: OpenSource, days: Sequence[SourceDay], columns: Sequence[str], order: str
 ) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
     """Returns the schema of the rows of the days to write, and the rows."""
-    query = f"SELECT {', '.join(map(quote, columns))} FROM {rows.view} WHERE {GOOD} AND "
-    parts = group_files(rows, days, SORTED_VALUES // len(columns)) if order == FILE_ORDER else None
-    if parts is None:
-        return stream(rows.connection.sql(f"{query}{rows_of_days(rows, days)} {order}"))
-    return stream(*(rows.connection.sql(f"{query}{rows_of_days(rows, days, part)} {order}") for part in parts))
+    where = f"FROM {rows.view} WHERE {GOOD} AND"
+    chosen = ", ".join(map(quote, columns))
+    if order != FILE_ORDER:
+        return stream(rows.connection.sql(f"SELECT {chosen} {where} {rows_of_days(rows, days)} {order}"))
+    portions = split_rows(rows, days, max(1, PORTION_VALUES // len(columns)))
+    queries = [
+        f"SELECT {chosen}, {'__file, ' if len(part.files) > 1 else ''}__row {where} {rows_of_days(rows, days, part)}"
+        for part in portions
+    ]
+    return stream(*(rows.connection.sql(query) for query in queries), arrange=_in_file_order)
+
+
+def _in_file_order(rows: pa.Table) -> pa.Table:
+    """Puts rows in the order of their files, without the columns that tell it. DuckDB's sort takes six times longer."""
+    places = rows["__row"].to_numpy()
+    if "__file" in rows.column_names:
+        files = rows["__file"].combine_chunks().dictionary_encode()
+        ranks = np.argsort(np.argsort(np.array(files.dictionary.to_pylist(), dtype=object)))
+        places = places + ranks[files.indices.to_numpy()] * (places.max(initial=0) + 1)
+        rows = rows.drop_columns(["__file"])
+    rows = rows.drop_columns(["__row"])
+    return rows if bool((places[1:] > places[:-1]).all()) else rows.take(pa.array(np.argsort(places)))
 
 
 def identities_of(days: Iterable[SourceDay]) -> dict[datetime.date, str]:

@@ -420,12 +420,12 @@ def test_times_that_cannot_be_compared_are_refused(ingest: Any, put: Any, times:
     assert sentence in str(error.value)
 
 
-@pytest.mark.parametrize("at_once", [1, 4_000, 10_000, 1 << 23])
+@pytest.mark.parametrize("at_once", [700, 4_000, 10_000, 1 << 23])
 def test_rows_keep_their_order_with_any_join(
     ingest: Any, stored: Any, put: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     """DuckDB would stream a side table that is larger than the rows, in the order of the side table."""
-    monkeypatch.setattr("pipeline.extraction.writing.SORTED_VALUES", at_once)
+    monkeypatch.setattr("pipeline.extraction.writing.PORTION_VALUES", at_once)
     keys = [(i * 7_919) % 50_000 for i in range(3_000)]
     for part in range(3):
         put(f"rows/{part}.parquet", user=keys[1_000 * part : 1_000 * (part + 1)], label=[0, 1] * 500)
