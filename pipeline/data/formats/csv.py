@@ -28,6 +28,8 @@ DELIMITERS = ",\t;|"
 """Tried in this order."""
 HEAD_BYTES = 1 << 20
 """The first two lines have to end within so many bytes."""
+MOST_WORDS = 1_000
+"""Different values up to which a column of a copy has a dictionary."""
 COPY_CELLS = 1 << 25
 """Rows times columns of a row group of a copy."""
 CODECS = {"gz": "gzip", "zst": "zstd"}
@@ -74,7 +76,7 @@ def copy_csv(connection: "duckdb.DuckDBPyConnection", dialect: Dialect, copy: Pa
         strict_mode=True,
         hive_partitioning=False,
     )
-    rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(dialect.names)))
+    write_copy(connection, rows, copy)
 
 
 def copy_criteo(connection: "duckdb.DuckDBPyConnection", copy: Path, pattern: str) -> None:
@@ -84,12 +86,18 @@ def copy_criteo(connection: "duckdb.DuckDBPyConnection", copy: Path, pattern: st
         header=False, delimiter="\t", columns=CRITEO_COLUMNS, quotechar="", escapechar="", auto_detect=False,
         hive_partitioning=False,
     )  # fmt: skip
-    rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(CRITEO_COLUMNS)))
+    write_copy(connection, rows, copy)
 
 
-def rows_of_a_group(columns: int) -> int:
-    """Returns the rows of a row group of a copy, so that its memory does not grow with the columns."""
-    return max(2_048, min(122_880, COPY_CELLS // max(columns, 1)))
+def write_copy(connection: "duckdb.DuckDBPyConnection", rows: "duckdb.DuckDBPyRelation", copy: Path) -> None:
+    """Writes rows of the connection as a Parquet file that is read once or twice.
+
+    A dictionary of many values takes as long as all the rest. Memory does not grow with the columns.
+    """
+    group = max(2_048, min(122_880, COPY_CELLS // max(len(rows.columns), 1)))
+    options = f"FORMAT parquet, COMPRESSION lz4, DICTIONARY_SIZE_LIMIT {MOST_WORDS}, ROW_GROUP_SIZE {group}"
+    path = f"{copy}".replace("'", "''")
+    connection.execute(f"COPY ({rows.sql_query()}) TO '{path}' ({options})")
 
 
 def read_dialect(plain: Path, where: str) -> Dialect | None:

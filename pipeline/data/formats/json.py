@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 
-from pipeline.data.formats.csv import refuse_like_names, rows_of_a_group
+from pipeline.data.formats.csv import refuse_like_names, write_copy
 from pipeline.errors import DataError
 from storage.query import quote
 
@@ -58,7 +58,7 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", where: str, copy: Path, p
         rows = connection.sql(f"SELECT * FROM read_json({options}, columns={{{columns}}})")
         replaced = ", ".join(f"{cast} AS {quote(name)}" for name, cast in casts.items())
         rows = rows.select(f"* REPLACE ({replaced})") if casts else rows
-        rows.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(kinds)))
+        write_copy(connection, rows, copy)
 
     write(doubtful)
     if not doubted and _may_lack_values(copy):

@@ -26,8 +26,8 @@ from pipeline.data.formats.csv import (
     count_csv,
     read_dialect,
     refuse_like_names,
-    rows_of_a_group,
     unpack,
+    write_copy,
 )
 from pipeline.data.formats.files import SourceFile, address_of, form_of
 from pipeline.data.formats.json import copy_json, count_lines
@@ -257,7 +257,7 @@ def copy_typed(
         for file, copy in zip(files, copies, strict=True):
             address = address_of(read[file].read).replace("'", "''")
             own = rows.filter(f"{FILE} = '{address}'").select(f"* EXCLUDE ({FILE})")
-            own.write_parquet(str(copy), compression="lz4", row_group_size=rows_of_a_group(len(rows.columns)))
+            write_copy(connection, own, copy)
     return copies
 
 
