@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.serving.config import ServedVersion
@@ -71,7 +71,9 @@ class Change:
 
 
 class Supervisor:
-    """Runs the processes in the calling thread.
+    """Runs the processes in the calling thread: `with` starts them, and leaves none.
+
+    They load what each version needs while the first one is looked for.
 
     Args:
         command: Starts a process. Three words are added: our process id, and the descriptors of the listening socket
@@ -79,11 +81,10 @@ class Supervisor:
         environment: Of the processes.
         count: Number of processes.
         listener: The socket that all of them accept connections from.
-        first: The version to begin with.
         metrics: Counts of this process.
-        ready: Called when the first version answers in all processes.
-        remove: Called with a version that no process needs any more.
     """
+
+    current: FetchedVersion
 
     def __init__(
         self,
@@ -91,13 +92,10 @@ class Supervisor:
         environment: dict[str, str],
         count: int,
         listener: socket.socket,
-        first: FetchedVersion,
         metrics: "ServerMetrics",
-        ready: Callable[[], None],
-        remove: Callable[[FetchedVersion], None],
     ) -> None:
         self.command, self.environment, self.count, self.listener = command, environment, count, listener
-        self.current, self.metrics, self.ready, self.remove = first, metrics, ready, remove
+        self.metrics = metrics
         self.change: Change | None = None
         self.old: list[FetchedVersion] = []
         """Versions that a process may still answer with."""
@@ -118,6 +116,29 @@ class Supervisor:
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ, None)
 
+    def __enter__(self) -> Self:
+        try:
+            for _ in range(self.count):
+                self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop()
+
+    def begin(self, first: FetchedVersion, ready: Callable[[], None], remove: Callable[[FetchedVersion], None]) -> None:
+        """Names the first version.
+
+        Args:
+            ready: Called when it answers in all processes.
+            remove: Called with a version that no process needs any more.
+        """
+        self.current, self.ready, self.remove = first, ready, remove
+        for server in self.processes:
+            self._prepare(server)
+
     def offer(self, version: FetchedVersion) -> None:
         """Asks for a change, from any thread. The newest offer counts."""
         with self._lock:
@@ -133,31 +154,26 @@ class Supervisor:
             self._wake.send(b"x")
 
     def run(self) -> None:
-        """Runs until an exception, such as KeyboardInterrupt, ends it. Then no process is left.
+        """Runs until an exception, such as KeyboardInterrupt, ends it.
 
         Raises:
             ConfigError: If processes die before they answer.
             RegistryError: If the first version cannot be loaded, or what `fail` got.
         """
-        try:
-            for _ in range(self.count):
-                self._start()
-            while True:
-                for key, _ in self._selector.select(LOOK_SECONDS):
-                    if key.data is None:
-                        self._woken.recv(4096)
-                    else:
-                        self._receive(key.data)
-                if self._failure is not None:
-                    raise self._failure
-                self._replace_dead()
-                self._end_waits()
-                self._begin_change()
-                self._tell_stale()
-        finally:
-            self._stop()
+        while True:
+            for key, _ in self._selector.select(LOOK_SECONDS):
+                if key.data is None:
+                    self._woken.recv(4096)
+                else:
+                    self._receive(key.data)
+            if self._failure is not None:
+                raise self._failure
+            self._replace_dead()
+            self._end_waits()
+            self._begin_change()
+            self._tell_stale()
 
-    def _start(self) -> None:
+    def _start(self) -> ServerProcess:
         ours, theirs = socket.socketpair()
         descriptors = (self.listener.fileno(), theirs.fileno())
         process = subprocess.Popen(
@@ -169,12 +185,15 @@ class Supervisor:
         server = ServerProcess(process, ours)
         self.processes.append(server)
         self._selector.register(ours, selectors.EVENT_READ, server)
+        return server
+
+    def _prepare(self, server: ServerProcess) -> None:
         self._tell(server, "prepare", self.current)
         server.owes["prepared"] = time.monotonic() + LOAD_SECONDS
         self._send(server, {"do": "stale", "number": 0, "reason": self._told})
         if self.change is not None:
             self._tell(server, "prepare", self.change.to)
-            self.change.waiting.add(process.pid)
+            self.change.waiting.add(server.process.pid)
 
     def _tell(self, server: ServerProcess, what: str, version: FetchedVersion) -> None:
         message: dict[str, Any] = {"do": what, "number": version.number}
@@ -308,7 +327,7 @@ class Supervisor:
                     raise ConfigError.of(problem, "See its output above.")
             log.warning("process %s ended with code %s and is replaced", server.process.pid, code)
             self.metrics.restarts.inc()
-            self._start()
+            self._prepare(self._start())
             if self.change is not None:
                 self.change.waiting.discard(server.process.pid)
                 self._finish_change()

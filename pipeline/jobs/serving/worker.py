@@ -1,7 +1,9 @@
 """A process of `dlrm serve`: puts the registered model behind the server's application."""
 
+import importlib
 import logging
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +14,13 @@ from pipeline.serving.process import run_process
 if TYPE_CHECKING:
     from pipeline.registration.served import ServedModel
 
+SERVED = "pipeline.registration.served"
+"""What every version needs. It takes seconds to import."""
+
 
 def load(folder: Path, config: ServingConfig) -> "ServedModel":
     """Loads a version that was downloaded to a folder, and makes it ready to answer."""
-    import torch  # only now: the process answers while it imports this
+    import torch  # the process answers while another thread imports this
 
     from pipeline.registration.served import open_served
     from pipeline.registration.versions import EXAMPLE, PACKED
@@ -36,6 +41,7 @@ def main(words: list[str]) -> None:
     die_with_parent(int(words[2]))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S")
     config = ServingConfig.model_validate_json(words[0])
+    threading.Thread(target=importlib.import_module, args=[SERVED], name="import", daemon=True).start()
     run_process(config, words[1], lambda folder: load(folder, config), int(words[3]), int(words[4]))
 
 

@@ -68,9 +68,8 @@ class Running:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.metrics = ServerMetrics()
         self.supervisor = Supervisor(
-            [sys.executable, "-c", command, str(self.state)], dict(os.environ), count, self.listener, self.version(1),
-            self.metrics, self.ready.set, lambda version: self.removed.append(version.number),
-        )  # fmt: skip
+            [sys.executable, "-c", command, str(self.state)], dict(os.environ), count, self.listener, self.metrics
+        )
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def version(self, number: int, bad: str | None = None) -> FetchedVersion:
@@ -82,7 +81,10 @@ class Running:
 
     def run(self) -> None:
         try:
-            self.supervisor.run()
+            with self.supervisor as supervisor:
+                remove = lambda version: self.removed.append(version.number)  # noqa: E731
+                supervisor.begin(self.version(1), self.ready.set, remove)
+                supervisor.run()
         except BaseException as error:
             self.error = error
 

@@ -11,8 +11,8 @@ import pytest
 import requests
 
 from pipeline.errors import RegistryError
-from pipeline.jobs.serving import run
-from pipeline.jobs.serving.run import RegistryFollower
+from pipeline.jobs.serving import follower as module
+from pipeline.jobs.serving.follower import RegistryFollower
 from pipeline.serving.config import ServedVersion, ServingConfig
 from pipeline.serving.supervisor import FetchedVersion
 
@@ -87,7 +87,7 @@ def until(holds: Callable[[], bool]) -> None:
 @pytest.fixture
 def following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for name, seconds in (("LOOK_SECONDS", 0.3), ("LOOK_STEP_SECONDS", 0.01), ("UNKNOWN_SECONDS", 0.1)):
-        monkeypatch.setattr(run, name, seconds)
+        monkeypatch.setattr(module, name, seconds)
     registry, served, stopped = Registry(), Served(tmp_path), threading.Event()
     follower: Any = Follower(registry, tmp_path)
     thread = threading.Thread(target=follower.follow, args=(served, stopped), daemon=True)
