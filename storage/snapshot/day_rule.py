@@ -168,6 +168,8 @@ class DayRule:
 
     def _parse_value(self, value: Any) -> datetime.date:
         """Returns the day of a value of the column, as Iceberg's metadata has it."""
+        if isinstance(self.kind, DateType) and isinstance(value, int):
+            return self.date_of(value)
         return self.date_of(int(self.of_values(pa.array([value], self._arrow), "")[0]))
 
     def _to_days(self, values: pa.Array) -> pa.Array:

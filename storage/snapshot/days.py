@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+import orjson
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Snapshot
 
@@ -94,16 +95,24 @@ def _parse(
 ) -> list[tuple[datetime.date, int, dict[str, Any]]]:
     """Parses the JSON of records. One ingest asks for those of a table ten times: they may be megabytes."""
     found: dict[tuple[str, int, int], dict[str, Any]] = {
-        (day, number, 0): values for day, number, values in json.loads(earlier)
+        (day, number, 0): values for day, number, values in _load(earlier)
     }
     for place, key in enumerate(KEYS):
-        for day, (number, value) in json.loads(properties[place]).items():
+        for day, (number, value) in _load(properties[place]).items():
             found.setdefault((day, number, 0), {})[key] = value
         for number, snapshot_id, recorded in snapshots:
-            for day, value in json.loads(recorded[place]).items():
+            for day, value in _load(recorded[place]).items():
                 found.setdefault((day, number, snapshot_id), {})[key] = value
     ordered = sorted(found, key=lambda record: record[1])
     return [(datetime.date.fromisoformat(record[0]), record[1], found[record]) for record in ordered]
+
+
+def _load(text: str) -> Any:
+    """Parses JSON. orjson takes a quarter of the time, but refuses NaN and numbers of more than 64 bits."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return json.loads(text)
 
 
 def row_hashes_by_files(table: Table) -> dict[str, str]:

@@ -65,7 +65,10 @@ def find_files(
     for name in names:
         given = glob.glob(name, root_dir=root, recursive=True)
         found |= {root / path for path in given if not _is_hidden(path, name)}
-    local = sorted({path.resolve() for path in found if path.is_file()})  # a file named twice is read once
+    folders = {folder: folder.resolve() for folder in {path.parent for path in found}}
+    local = sorted(  # a file named twice is read once
+        {path.resolve() if path.is_symlink() else folders[path.parent] / path.name for path in found if path.is_file()}
+    )
     files: list[SourceFile] = [*local, *remote]
     if not files:
         places = [text if is_address(text) else f"{root / Path(text).expanduser()}" for text in patterns]
