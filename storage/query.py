@@ -20,7 +20,7 @@ BATCH_VALUES = 1 << 23
 """Rows times columns of a batch: 64 MB of numbers."""
 
 AHEAD = 4
-"""Batches that are made while one is used."""
+"""Batches of a relation held whole that are taken out of it while one is used: then the next relation is computed."""
 
 
 def connect(
@@ -78,7 +78,7 @@ def stream(
 ) -> "tuple[pa.Schema, Iterator[pa.RecordBatch]]":
     """Returns the schema of relations and their rows in batches. Errors in the middle are DuckDB's own.
 
-    Arrow makes an OSError of them, which would pass as a fault of a disk. A thread makes the next batches meanwhile.
+    Arrow makes an OSError of them, which would pass as a fault of a disk. A thread makes the next batch meanwhile.
     Until the last one, the connection can do nothing else.
 
     Args:
@@ -103,15 +103,18 @@ def stream(
         every = (batch for one in relations for batch in arrange(one.to_arrow_table()).to_batches(of_batch))
 
     def batches() -> "Iterator[pa.RecordBatch]":
+        thread = ThreadPoolExecutor(1, "stream")
         try:
-            with ThreadPoolExecutor(1, "stream") as thread:
-                coming = deque(thread.submit(next, every, None) for _ in range(AHEAD))
-                while (batch := coming.popleft().result()) is not None:
-                    coming.append(thread.submit(next, every, None))
-                    yield batch
+            ahead = 1 if arrange is None else AHEAD
+            coming = deque(thread.submit(next, every, None) for _ in range(ahead))
+            while (batch := coming.popleft().result()) is not None:
+                coming.append(thread.submit(next, every, None))
+                yield batch
         except OSError as error:
             kind = f"{error}".partition(" Error:")[0].title().replace(" ", "")
             raise getattr(duckdb, f"{kind}Exception", duckdb.Error)(f"{error}") from error
+        finally:
+            thread.shutdown(cancel_futures=True)
 
     return schema, batches()
 

@@ -132,6 +132,8 @@ class DataFileWriter:
                     f"{whole[field.name].null_count} rows without one",
                     f"Give them one, or make the column optional: ALTER COLUMN {field.name} DROP NOT NULL.",
                 )  # fmt: skip
+        if not len(whole):
+            return
         days = whole[DAY].cast(pa.int32()).to_numpy()
         found, begins = np.unique(days, return_index=True)
         together = bool((days[1:] >= days[:-1]).all())  # a part is then a slice, which copies nothing
@@ -220,6 +222,8 @@ def _repeats(column: pa.ChunkedArray) -> bool:
 def _count_distinct(values: pa.ChunkedArray) -> int:
     """Counts different values, none of them null. Numbers are sorted: Arrow's hash table takes ten times the time."""
     kind = values.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return _count_distinct(pa.chunked_array([one.storage for one in values.chunks], kind.storage_type))
     if not pa.types.is_primitive(kind) or kind.bit_width not in (16, 32, 64):
         return int(pc.count_distinct(values).as_py())
     size = kind.bit_width // 8

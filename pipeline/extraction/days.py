@@ -10,7 +10,8 @@ from typing import NamedTuple
 from pydantic import BaseModel
 
 from pipeline.data.day_notes import DayNote, InputFiles
-from pipeline.data.formats.files import Stamp, stamp
+from pipeline.data.formats.files import Stamp, address_of, stamp
+from pipeline.data.formats.reading import as_pattern
 from pipeline.data.present import today
 from pipeline.errors import EmptyDatasetError
 from pipeline.extraction.config import EventTable
@@ -284,6 +285,7 @@ def split_rows(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[P
     counts = Counter[str]()
     for day in days:
         counts.update(day.files)
+    copies = {address_of(one.read): one.read for one in rows.read.values()}
     portions, files, room = list[Portion](), list[str](), most
     for read, file in sorted(rows.names.items()):
         if not counts[file]:
@@ -292,7 +294,8 @@ def split_rows(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[P
             portions.append(Portion(files))
             files, room = [], most
         if counts[file] > most:
-            metadata = rows.connection.sql("SELECT num_rows FROM parquet_file_metadata(?)", params=[read])
+            pattern = as_pattern(copies[read])
+            metadata = rows.connection.sql("SELECT num_rows FROM parquet_file_metadata(?)", params=[pattern])
             whole = int(metadata.fetchall()[0][0])
             portions += [Portion([read], (begin, begin + most)) for begin in range(0, whole, most)]
         else:

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.data.day_notes import INGEST
+from pipeline.data.formats.reading import as_pattern
 from pipeline.errors import ConfigError
 from pipeline.extraction.days import SourceDay, rows_of_days, split_rows
 from pipeline.extraction.opening import OpenSource
@@ -20,7 +21,9 @@ from storage.warehouse import Warehouse
 
 FILE_ORDER = "ORDER BY __file, __row"
 PORTION_VALUES = 1 << 23
-"""Rows times columns that are put into the order of their files at once: 64 MB of numbers."""
+"""Values that are put into the order of their files at once: 64 MB of numbers. An item of a list is one."""
+PORTION_ROWS = 1 << 15
+"""Rows that are put into order at once at least: a row group is read again for each portion of its rows."""
 
 
 def quarantine_name(table: str) -> str:
@@ -89,12 +92,24 @@ def good_rows(
     chosen = ", ".join(map(quote, columns))
     if order != FILE_ORDER:
         return stream(rows.connection.sql(f"SELECT {chosen} {where} {rows_of_days(rows, days)} {order}"))
-    portions = split_rows(rows, days, max(1, PORTION_VALUES // len(columns)))
+    portions = split_rows(rows, days, max(PORTION_ROWS, PORTION_VALUES // _values_of_a_row(rows, columns)))
     queries = [
         f"SELECT {chosen}, {'__file, ' if len(part.files) > 1 else ''}__row {where} {rows_of_days(rows, days, part)}"
         for part in portions
     ]
     return stream(*(rows.connection.sql(query) for query in queries), arrange=_in_file_order)
+
+
+def _values_of_a_row(rows: OpenSource, columns: Sequence[str]) -> int:
+    """Returns about how many numbers a row takes. Parquet's metadata tell how long lists and texts are."""
+    types = column_types(rows.connection, rows.view)
+    if not any(kind.endswith("]") or kind.startswith(("MAP", "STRUCT", "VARCHAR", "BLOB")) for kind in types.values()):
+        return len(columns)
+    patterns = [as_pattern(rows.read[file].read) for file in rows.files.rows]
+    values = "sum(greatest(num_values, total_uncompressed_size // 8))"
+    query = f"SELECT {values} // greatest(1, sum(row_group_num_rows) FILTER (column_id = 0)) FROM parquet_metadata(?)"
+    found = rows.connection.sql(query, params=[patterns]).fetchall()[0][0]
+    return max(len(columns), int(found or 0))
 
 
 def _in_file_order(rows: pa.Table) -> pa.Table:

@@ -342,6 +342,8 @@ class Supervisor:
     def _stop(self) -> None:
         """Lets the processes answer what they have taken, then kills what is left."""
         for server in self.processes:
+            with suppress(OSError):  # it ends without its channel, also if it misses the signal while it starts
+                server.channel.shutdown(socket.SHUT_RDWR)
             server.process.terminate()
         limit = time.monotonic() + STOP_SECONDS
         for server in self.processes:

@@ -101,9 +101,28 @@ def test_text_and_lists_of_a_batch_may_exceed_32_bit_offsets(connection: duckdb.
     assert [str(kind).split("<")[0] for kind in schema.types] == ["large_string", "large_list", "large_list"]
 
 
+FAILING = "SELECT CASE WHEN range < 200_000 THEN range ELSE error('such as ' || range) END AS a FROM range(300_000)"
+
+
 def test_an_error_in_the_middle_of_a_stream_is_duckdbs() -> None:
     """The first batches come before the value that ends it."""
-    query = "SELECT CASE WHEN range < 200_000 THEN range ELSE error('such as ' || range) END AS a FROM range(300_000)"
-    _, batches = stream(duckdb.sql(query), 65_536)
-    with pytest.raises(duckdb.InvalidInputException, match="such as 200000"):
-        sum(batch.num_rows for batch in batches)
+    with duckdb.connect() as connection:
+        _, batches = stream(connection.sql(FAILING), rows=65_536)
+        with pytest.raises(duckdb.InvalidInputException, match="such as 200000"):
+            sum(batch.num_rows for batch in batches)
+        relations = connection.sql("FROM range(100_000) t(a)"), connection.sql(FAILING)
+        _, arranged = stream(*relations, arrange=lambda rows: rows.slice(1))
+        assert [next(arranged).num_rows for _ in range(2)] == [65_536, 34_463]
+        with pytest.raises(duckdb.InvalidInputException, match="such as 200000"):
+            next(arranged)
+
+
+def test_a_stream_that_is_not_read_to_its_end_leaves_the_connection_free() -> None:
+    with duckdb.connect() as connection:
+        computed: list[int] = []
+        relations = [connection.sql(f"SELECT {number} AS a FROM range(10)") for number in range(20)]
+        _, batches = stream(*relations, rows=10, arrange=lambda rows: computed.append(len(rows)) or rows)  # type: ignore[func-returns-value]
+        assert next(batches)["a"].to_pylist() == [0] * 10
+        batches.close()  # type: ignore[attr-defined]
+        assert len(computed) < 10
+        assert connection.sql("SELECT 1").fetchall() == [(1,)]

@@ -165,6 +165,7 @@ def test_columns_whose_values_repeat_get_a_dictionary(warehouse: Warehouse, home
             "small": pa.array([i % 100 for i in range(5_000)], pa.int16()),
             "flag": [i % 2 == 0 if i % 3 else None for i in range(5_000)],
             "bytes": [f"{i}".encode() for i in range(5_000)],
+            "uuid": pa.array([i.to_bytes(16) for i in range(5_000)], pa.uuid()),
             "few": draw.integers(0, 3_000, 5_000),
             "ids": pa.array([[4 * i, 4 * i + 1] if i % 3 else None for i in range(5_000)], kinds),
             "tags": pa.array([[i % 9, i % 7] for i in range(5_000)], kinds),
@@ -176,7 +177,7 @@ def test_columns_whose_values_repeat_get_a_dictionary(warehouse: Warehouse, home
     group = pq.ParquetFile(files(home)[0]).metadata.row_group(0)
     chunks = [group.column(i) for i in range(group.num_columns)]
     assert {chunk.path_in_schema.split(".")[0] for chunk in chunks if not chunk.has_dictionary_page} == {
-        "number", "rare", "times", "price", "ids", "word", "bytes", "flag"
+        "number", "rare", "times", "price", "ids", "word", "bytes", "uuid", "flag"
     }  # fmt: skip
     assert read_rows(warehouse, snapshot, rows.column_names).cast(rows.schema).equals(rows)
 

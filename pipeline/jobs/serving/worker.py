@@ -1,13 +1,11 @@
 """A process of `dlrm serve`: puts the registered model behind the server's application."""
 
-import importlib
 import logging
 import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.processes.process import die_with_parent
+from pipeline.processes.process import Importing, die_with_parent
 from pipeline.serving.config import ServingConfig
 from pipeline.serving.process import run_process
 
@@ -41,8 +39,9 @@ def main(words: list[str]) -> None:
     die_with_parent(int(words[2]))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s | %(levelname)-7s | %(message)s", datefmt="%H:%M:%S")
     config = ServingConfig.model_validate_json(words[0])
-    threading.Thread(target=importlib.import_module, args=[SERVED], name="import", daemon=True).start()
-    run_process(config, words[1], lambda folder: load(folder, config), int(words[3]), int(words[4]))
+    with Importing(SERVED) as background:
+        background.start()
+        run_process(config, words[1], lambda folder: load(folder, config), int(words[3]), int(words[4]))
 
 
 if __name__ == "__main__":

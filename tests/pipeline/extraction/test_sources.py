@@ -426,14 +426,21 @@ def test_rows_keep_their_order_with_any_join(
 ) -> None:
     """DuckDB would stream a side table that is larger than the rows, in the order of the side table."""
     monkeypatch.setattr("pipeline.extraction.writing.PORTION_VALUES", at_once)
+    monkeypatch.setattr("pipeline.extraction.writing.PORTION_ROWS", 1)
     keys = [(i * 7_919) % 50_000 for i in range(3_000)]
-    for part in range(3):
-        put(f"rows/{part}.parquet", user=keys[1_000 * part : 1_000 * (part + 1)], label=[0, 1] * 500)
+    lists = [[key] * (key % 9) for key in keys]
+    sizes = {"a1": 100, "a[1]": 1_900, "b'?": 1_000}  # patterns of DuckDB, in the order of their names
+    end = 0
+    for name, rows in sizes.items():
+        begin, end = end, end + rows
+        days = [datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)] * (rows // 2)
+        put(f"rows/{name}.parquet", user=keys[begin:end], label=[0, 0, 1, 1] * (rows // 4), at=days, ids=lists[begin:end])
     put("users.parquet", user=list(range(50_000)), age=[user % 90 for user in range(50_000)])
-    ingest({"path": "rows/*", "day": "2024-01-01", "lookups": [{"path": "users.parquet", "on": ["user"]}]})
+    ingest({"path": "rows/*", "day_column": "at", "lookups": [{"path": "users.parquet", "on": ["user"]}]})
     frame = stored()
-    assert frame["user"].tolist() == keys
-    assert frame["age"].tolist() == [user % 90 for user in keys]
+    assert frame["user"].tolist() == keys[::2] + keys[1::2]
+    assert frame["age"].tolist() == [user % 90 for user in frame["user"]]
+    assert [[*one] for one in frame["ids"]] == lists[::2] + lists[1::2]
 
 
 @pytest.mark.parametrize(

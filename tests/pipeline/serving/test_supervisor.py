@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import ContractError
+from pipeline.errors import ContractError, RegistryError
 from pipeline.processes.process import process_start
 from pipeline.serving import supervisor
 from pipeline.serving.config import ServedVersion
@@ -231,6 +231,16 @@ def test_a_server_that_never_answers_ends(tmp_path, command, sentence):
     assert isinstance(one.error, ContractError)
     assert str(one.error).startswith(sentence)
     assert one.supervisor.processes == [] or one.supervisor.processes[0].process.poll() is not None
+
+
+def test_no_process_outlives_a_server_without_a_model(tmp_path):
+    """Processes start before the registry is asked, which may know no such model."""
+    supervisor, processes = Running(tmp_path, 2).supervisor, []
+    with pytest.raises(RegistryError, match="no such model"), supervisor:  # noqa: PT012
+        processes += [server.process for server in supervisor.processes]
+        raise RegistryError.of("no such model", "Train one.")
+    assert len(processes) == 2
+    assert all(process.poll() is not None for process in processes)
 
 
 def test_processes_end_with_a_killed_server(tmp_path):
