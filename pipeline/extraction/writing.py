@@ -92,7 +92,8 @@ def good_rows(
     chosen = ", ".join(map(quote, columns))
     if order != FILE_ORDER:
         return stream(rows.connection.sql(f"SELECT {chosen} {where} {rows_of_days(rows, days)} {order}"))
-    portions = split_rows(rows, days, max(PORTION_ROWS, PORTION_VALUES // _values_of_a_row(rows, columns)))
+    values = max(len(columns), _values_of_a_row(rows, days))
+    portions = split_rows(rows, days, max(PORTION_ROWS, PORTION_VALUES // values))
     queries = [
         f"SELECT {chosen}, {'__file, ' if len(part.files) > 1 else ''}__row {where} {rows_of_days(rows, days, part)}"
         for part in portions
@@ -100,16 +101,16 @@ def good_rows(
     return stream(*(rows.connection.sql(query) for query in queries), arrange=_in_file_order)
 
 
-def _values_of_a_row(rows: OpenSource, columns: Sequence[str]) -> int:
-    """Returns about how many numbers a row takes. Parquet's metadata tell how long lists and texts are."""
-    types = column_types(rows.connection, rows.view)
-    if not any(kind.endswith("]") or kind.startswith(("MAP", "STRUCT", "VARCHAR", "BLOB")) for kind in types.values()):
-        return len(columns)
-    patterns = [as_pattern(rows.read[file].read) for file in rows.files.rows]
+def _values_of_a_row(rows: OpenSource, days: Sequence[SourceDay]) -> int:
+    """Returns about how many numbers lists and texts of a row take, by the metadata of the days' files. 0: has none."""
+    types = column_types(rows.connection, rows.view).values()
+    if not any(kind.endswith("]") or kind.startswith(("MAP", "STRUCT", "VARCHAR", "BLOB")) for kind in types):
+        return 0
+    wanted = {file for day in days for file in day.files}
+    patterns = [as_pattern(one.read) for file, one in rows.read.items() if str(file) in wanted]
     values = "sum(greatest(num_values, total_uncompressed_size // 8))"
     query = f"SELECT {values} // greatest(1, sum(row_group_num_rows) FILTER (column_id = 0)) FROM parquet_metadata(?)"
-    found = rows.connection.sql(query, params=[patterns]).fetchall()[0][0]
-    return max(len(columns), int(found or 0))
+    return int(rows.connection.sql(query, params=[patterns]).fetchall()[0][0] or 0) if patterns else 0
 
 
 def _in_file_order(rows: pa.Table) -> pa.Table:
