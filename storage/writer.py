@@ -35,8 +35,8 @@ MARK = b"dlrm.layout"
 FILES_AT_A_TIME = min(4, os.cpu_count() or 1)
 BYTES_AT_A_TIME = 256 * 1024 * 1024
 """Rows that are written while the next ones are made. Larger tables are written one at a time."""
-CHUNK_BYTES = 64 * 1024 * 1024
-"""Rows of whole days that are written together at least, if there are as many."""
+CHUNK_BYTES = BYTES_AT_A_TIME // 2
+"""Rows of whole days that are written while more days are made. Narrow rows reach `Layout.file_rows` before."""
 SAMPLED = 8_192
 """Values of a column that tell whether they repeat."""
 REPEATING = 0.75
@@ -257,14 +257,16 @@ def _begin(chunk: pq.ColumnChunkMetaData) -> int:
     return int(min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset))
 
 
-def collect_chunks(schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int) -> Iterator[pa.Table]:
+def collect_chunks(
+    schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int, by_day: bool = False
+) -> Iterator[pa.Table]:
     """Collects batches into tables of at least `rows` rows, or of whole days. The last table may be smaller.
 
-    As long as rows come in order of their days, a table ends where a day does, unless one day has more rows. A day then
-    has no more files than its rows need, however many are written together, and small days wait for CHUNK_BYTES only.
+    As long as rows come in order of their days, days of CHUNK_BYTES do not wait for more: they are written meanwhile.
 
     Args:
         schema: With the column `day`.
+        by_day: Whether each table of ordered rows ends where a day does, unless one day has more rows.
     """
     pending: list[pa.RecordBatch] = []
     count = size = begin = 0  # of the pending rows, and where the last of their days begins
@@ -280,9 +282,10 @@ def collect_chunks(schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: i
         last = days[-1]
         pending.append(batch)
         count, size = count + len(days), size + batch.nbytes
-        if count < rows and (size < CHUNK_BYTES or not ordered or begin == 0):
+        full, ends = count >= rows, ordered and begin > 0
+        if not full and not (size >= CHUNK_BYTES and ends):
             continue
-        whole, cut = pa.Table.from_batches(pending, schema), begin if ordered and begin else count
+        whole, cut = pa.Table.from_batches(pending, schema), begin if ends and (by_day or not full) else count
         yield whole.slice(0, cut)
         pending = whole.slice(cut).to_batches()
         count, size, begin, ordered = count - cut, sum(one.nbytes for one in pending), 0, True

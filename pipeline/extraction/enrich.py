@@ -207,7 +207,7 @@ def _write_days(
         batches = _join_rows(reader, days, sides, columns.written, lambda count: report(before + count, total))
         replace_days(
             warehouse, snapshot.table, {day: identities.get(day, "") for day in days}, columns.written, batches, rows,
-            made_of=snapshot, anew=columns.added.names, same=contents,
+            made_of=snapshot, anew=columns.added.names, by_day=True, same=contents,
             notes={day: plan.notes[day] for day in days},
         )  # fmt: skip
         done.update({day: plan.rows[day] for day in days})

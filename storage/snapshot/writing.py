@@ -69,10 +69,12 @@ def write_in_commits(days: Iterable[T], rows: Callable[[T], int], write: Callabl
 
 
 class DayRecords(TypedDict, total=False):
-    """Further arguments of `replace_days`, which are those of `replace_files`."""
+    """Further arguments of `replace_days`. All but the last are those of `replace_files`."""
 
     notes: Mapping[datetime.date, Any]
     same: Mapping[datetime.date, str]
+    by_day: bool
+    """Whether a day has no more files than its rows need. Rows come in order of their days."""
 
 
 def replace_days(
@@ -98,17 +100,19 @@ def replace_days(
         rows: Expected number of rows, checked before the commit and against the table after it.
         made_of: The snapshot that the new rows were derived from.
         anew: Columns that are added again if another engine has dropped them. Earlier days have nulls there.
-        records: As in `replace_files`.
+        records: As in `replace_files`, and `by_day` of `DayRecords`.
     Raises:
         ConflictError: If another writer changed one of these days in the meantime.
         StorageError: If the row counts differ, a row belongs to another day, or a column changed its type or was
             renamed or dropped by another engine.
     """
-    files = partial(_write, name=name, schema=schema, batches=batches, rows=rows)
+    by_day = records.pop("by_day", False)
+    files = partial(_write, name=name, schema=schema, batches=batches, rows=rows, by_day=by_day)
     table = _evolve(warehouse, name, schema, anew)
     if made_of is not None:
         _refuse_changed(warehouse, table, made_of, days)
-    reference = replace_files(warehouse, table, days, files, **records)
+    notes, same = records.get("notes", {}), records.get("same", {})
+    reference = replace_files(warehouse, table, days, files, notes, same)
     _assert_rows(warehouse, reference, sorted(days), rows)
     return reference
 
@@ -185,10 +189,15 @@ def stage_days(warehouse: Warehouse, name: str, schema: pa.Schema) -> Iterator[S
 
 
 def _write(
-    writer: DataFileWriter, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch], rows: int
+    writer: DataFileWriter,
+    name: str,
+    schema: pa.Schema,
+    batches: Iterable[pa.RecordBatch],
+    rows: int,
+    by_day: bool = False,
 ) -> Iterator[DataFile]:
     count = 0
-    for file in writer.write_all(collect_chunks(schema, batches, writer.layout.file_rows)):
+    for file in writer.write_all(collect_chunks(schema, batches, writer.layout.file_rows, by_day)):
         count += file.record_count
         yield file
     if count != rows:

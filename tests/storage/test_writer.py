@@ -192,7 +192,8 @@ def test_rows_are_collected_into_tables_of_whole_days(seed: int, monkeypatch: py
     cuts = sorted({0, len(days), *(draw.randrange(len(days)) for _ in range(draw.randrange(12)))})
     parts = [rows.slice(begin, end - begin) for begin, end in itertools.pairwise(cuts)]
     batches = [batch for part in parts for batch in (part.slice(0, 0).combine_chunks(), part.combine_chunks())]
-    found = list(writer.collect_chunks(rows.schema, (one for table in batches for one in table.to_batches()), least))
+    every = [one for table in batches for one in table.to_batches()]
+    found = list(writer.collect_chunks(rows.schema, every, least, by_day=True))
     assert pa.concat_tables(found).equals(rows)
     assert all(len(one) for one in found)
     longest = max(end - begin for begin, end in itertools.pairwise(cuts))

@@ -434,7 +434,13 @@ def test_rows_keep_their_order_with_any_join(
     for name, rows in sizes.items():
         begin, end = end, end + rows
         days = [datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)] * (rows // 2)
-        put(f"rows/{name}.parquet", user=keys[begin:end], label=[0, 0, 1, 1] * (rows // 4), at=days, ids=lists[begin:end])
+        put(
+            f"rows/{name}.parquet",
+            user=keys[begin:end],
+            label=[0, 0, 1, 1] * (rows // 4),
+            at=days,
+            ids=lists[begin:end],
+        )
     put("users.parquet", user=list(range(50_000)), age=[user % 90 for user in range(50_000)])
     ingest({"path": "rows/*", "day_column": "at", "lookups": [{"path": "users.parquet", "on": ["user"]}]})
     frame = stored()

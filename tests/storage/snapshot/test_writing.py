@@ -347,6 +347,6 @@ def test_days_that_follow_each_other_share_no_file_and_may_have_empty_batches(wa
     batches += [rows.slice(begin, 35).combine_chunks().to_batches() for begin in range(0, 210, 35)]
     together = [batch for of in batches for batch in (*of, pa.RecordBatch.from_pylist([], rows.schema))]
     small = Warehouse(WarehouseConfig(file_rows=100), warehouse.home)
-    replace_days(small, "events", dict.fromkeys(days, "i"), rows.schema, together, 210)
+    replace_days(small, "events", dict.fromkeys(days, "i"), rows.schema, together, 210, by_day=True)
     assert read_rows(small, "events", rows.column_names).equals(rows)
     assert [len(files) for files in small.day_files(small.current("events")).values()] == [1, 1, 1]
