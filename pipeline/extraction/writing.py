@@ -22,6 +22,8 @@ from storage.warehouse import Warehouse
 FILE_ORDER = "ORDER BY __file, __row"
 PORTION_VALUES = 1 << 23
 """Values that are put into the order of their files at once: 64 MB of numbers. An item of a list is one."""
+LONG = 4
+"""How many times as many values as columns a row may have before portions become smaller: at most 256 MB then."""
 PORTION_ROWS = 1 << 15
 """Rows that are put into order at once at least: a row group is read again for each portion of its rows."""
 
@@ -92,7 +94,7 @@ def good_rows(
     chosen = ", ".join(map(quote, columns))
     if order != FILE_ORDER:
         return stream(rows.connection.sql(f"SELECT {chosen} {where} {rows_of_days(rows, days)} {order}"))
-    values = max(len(columns), _values_of_a_row(rows, days))
+    values = max(len(columns), _values_of_a_row(rows, days) // LONG)
     portions = split_rows(rows, days, max(PORTION_ROWS, PORTION_VALUES // values))
     queries = [
         f"SELECT {chosen}, {'__file, ' if len(part.files) > 1 else ''}__row {where} {rows_of_days(rows, days, part)}"
