@@ -277,10 +277,13 @@ def rows_of_days(rows: OpenSource, days: Sequence[SourceDay], only: Portion | No
     return f"list_contains([{files}], __file) AND {days_condition(days)}{places}" if files else "false"
 
 
-def split_rows(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[Portion]:
+def split_rows(rows: OpenSource, days: Sequence[SourceDay], most: int, group: int) -> list[Portion]:
     """Splits the rows of days into portions of at most `most` rows, in the order of the files and of the rows in them.
 
     A file with more rows of the days is split by places. Parquet's metadata tell DuckDB where these lie.
+
+    Args:
+        group: Rows of a row group. A file is split between groups, if a portion holds one.
     """
     counts = Counter[str]()
     for day in days:
@@ -297,7 +300,8 @@ def split_rows(rows: OpenSource, days: Sequence[SourceDay], most: int) -> list[P
             pattern = as_pattern(copies[read])
             metadata = rows.connection.sql("SELECT num_rows FROM parquet_file_metadata(?)", params=[pattern])
             whole = int(metadata.fetchall()[0][0])
-            portions += [Portion([read], (begin, begin + most)) for begin in range(0, whole, most)]
+            step = most // group * group or most
+            portions += [Portion([read], (begin, begin + step)) for begin in range(0, whole, step)]
         else:
             files.append(read)
             room -= counts[file]

@@ -24,7 +24,10 @@ PORTION_VALUES = 1 << 23
 """Values that are put into the order of their files at once: 64 MB of numbers. An item of a list is one."""
 LONG = 4
 """How many times as many values as columns a row may have before portions become smaller: at most 256 MB then."""
-PORTION_ROWS = 1 << 15
+GROUP_ROWS = 122_880
+"""Rows of a row group, as DuckDB writes them. Batches end where such a group of ordered rows does: where batches end
+decides where files end, and that the order of training rows, and so the bits of weights."""
+PORTION_ROWS = GROUP_ROWS // 4
 """Rows that are put into order at once at least: a row group is read again for each portion of its rows."""
 
 
@@ -95,12 +98,12 @@ def good_rows(
     if order != FILE_ORDER:
         return stream(rows.connection.sql(f"SELECT {chosen} {where} {rows_of_days(rows, days)} {order}"))
     values = max(len(columns), _values_of_a_row(rows, days) // LONG)
-    portions = split_rows(rows, days, max(PORTION_ROWS, PORTION_VALUES // values))
+    portions = split_rows(rows, days, max(PORTION_ROWS, PORTION_VALUES // values), GROUP_ROWS)
     queries = [
         f"SELECT {chosen}, {'__file, ' if len(part.files) > 1 else ''}__row {where} {rows_of_days(rows, days, part)}"
         for part in portions
     ]
-    return stream(*(rows.connection.sql(query) for query in queries), arrange=_in_file_order)
+    return stream(*(rows.connection.sql(query) for query in queries), arrange=in_file_order)
 
 
 def _values_of_a_row(rows: OpenSource, days: Sequence[SourceDay]) -> int:
@@ -115,7 +118,7 @@ def _values_of_a_row(rows: OpenSource, days: Sequence[SourceDay]) -> int:
     return int(rows.connection.sql(query, params=[patterns]).fetchall()[0][0] or 0) if patterns else 0
 
 
-def _in_file_order(rows: pa.Table) -> pa.Table:
+def in_file_order(rows: pa.Table) -> pa.Table:
     """Puts rows in the order of their files, without the columns that tell it. DuckDB's sort takes six times longer."""
     places = rows["__row"].to_numpy()
     if "__file" in rows.column_names:
@@ -124,7 +127,9 @@ def _in_file_order(rows: pa.Table) -> pa.Table:
         places = places + ranks[files.indices.to_numpy()] * (places.max(initial=0) + 1)
         rows = rows.drop_columns(["__file"])
     rows = rows.drop_columns(["__row"])
-    return rows if bool((places[1:] > places[:-1]).all()) else rows.take(pa.array(np.argsort(places)))
+    ordered = rows if bool((places[1:] > places[:-1]).all()) else rows.take(pa.array(np.argsort(places)))
+    whole = ordered.combine_chunks()
+    return pa.concat_tables([whole.slice(begin, GROUP_ROWS) for begin in range(0, max(1, len(whole)), GROUP_ROWS)])
 
 
 def identities_of(days: Iterable[SourceDay]) -> dict[datetime.date, str]:

@@ -18,6 +18,7 @@ from pipeline.data.formats.csv import CRITEO_COLUMNS
 from pipeline.data.formats.reading import readable_files
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.sources import create_view
+from pipeline.extraction.writing import in_file_order
 from storage.query import column_types, connect
 
 DAY = datetime.date(2024, 1, 1)
@@ -447,6 +448,19 @@ def test_rows_keep_their_order_with_any_join(
     assert frame["user"].tolist() == keys[::2] + keys[1::2]
     assert frame["age"].tolist() == [user % 90 for user in frame["user"]]
     assert [[*one] for one in frame["ids"]] == lists[::2] + lists[1::2]
+
+
+def test_batches_of_joined_rows_end_where_they_always_did() -> None:
+    """They decide where files end, and so the order of training rows: these are the ends after DuckDB's own sort."""
+    order = np.random.default_rng(1).permutation(240_000)
+    files = np.array(["a", "b"])[order // 120_000]
+    mixed = pa.table({"value": order, "__file": files, "__row": order % 120_000})
+    kept = pa.concat_tables([mixed.slice(begin, 70_001) for begin in range(0, 240_000, 70_001)])  # as DuckDB may cut
+    for rows in (kept, kept.take(np.argsort(order))):
+        batches = in_file_order(rows).to_batches(65_536)
+        assert [len(batch) for batch in batches] == [65_536, 57_344, 65_536, 51_584]
+        assert pa.Table.from_batches(batches)["value"].to_pylist() == list(range(240_000))
+    assert in_file_order(rows.slice(0, 0)).equals(rows.slice(0, 0).select(["value"]))
 
 
 @pytest.mark.parametrize(
