@@ -1,8 +1,14 @@
-"""Questions about Arrow types, of which some come in a small and a large variant."""
+"""Questions about Arrow types, of which some come in a small and a large variant, and rows by day."""
 
-from collections.abc import Mapping
+import datetime
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
+import numpy as np
 import pyarrow as pa
+
+Rows = TypeVar("Rows", pa.Table, pa.RecordBatch)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -106,3 +112,25 @@ def family_of(kind: pa.DataType) -> str:
     if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return "bytes"
     return "integer" if pa.types.is_integer(kind) else "float" if pa.types.is_floating(kind) else str(kind)
+
+
+def split_days(rows: Rows, column: str) -> Iterator[tuple[datetime.date, Rows]]:
+    """Yields the days of rows in order, each with its rows in theirs. A slice of ordered rows copies nothing.
+
+    Args:
+        column: Of dates, none of them null.
+
+    Example:
+        >>> first, second = datetime.date(2025, 1, 1), datetime.date(2025, 1, 2)
+        >>> rows = pa.table({"day": [second, first, second], "id": [1, 2, 3]})
+        >>> [(day.day, part["id"].to_pylist()) for day, part in split_days(rows, "day")]
+        [(1, [2]), (2, [1, 3])]
+    """
+    days = rows.column(column).cast(pa.int32()).to_numpy()
+    if not (days[1:] >= days[:-1]).all():
+        order = np.argsort(days, kind="stable")
+        rows, days = rows.take(pa.array(order)), days[order]
+    begins: list[int] = np.unique(days, return_index=True)[1].tolist()
+    for begin, end in itertools.pairwise([*begins, len(days)]):
+        part = rows.slice(begin, end - begin)
+        yield part.column(column)[0].as_py(), part

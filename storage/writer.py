@@ -23,7 +23,7 @@ from pyiceberg.table.metadata import TableMetadata
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DateType, TimestampType, TimestamptzType
 
-from storage.arrow import is_list
+from storage.arrow import is_list, split_days
 from storage.errors import StorageError
 from storage.keys import is_key, map_names
 from storage.layout.spec import Layout
@@ -132,14 +132,8 @@ class DataFileWriter:
                     f"{whole[field.name].null_count} rows without one",
                     f"Give them one, or make the column optional: ALTER COLUMN {field.name} DROP NOT NULL.",
                 )  # fmt: skip
-        if not len(whole):
-            return
-        days = whole[DAY].cast(pa.int32()).to_numpy()
-        found, begins = np.unique(days, return_index=True)
-        together = bool((days[1:] >= days[:-1]).all())  # a part is then a slice, which copies nothing
-        for number, begin, end in zip(found, begins, [*begins[1:], len(days)], strict=True):
-            part = whole.slice(begin, end - begin) if together else whole.filter(pa.array(days == number))
-            yield part[DAY][0].as_py(), part, next(self._numbers)
+        for day, part in split_days(whole, DAY):
+            yield day, part, next(self._numbers)
 
     def _file(self, day: datetime.date, rows: pa.Table, number: int) -> DataFile:
         key = PartitionKey([PartitionFieldValue(self.spec.fields[0], day)], self.spec, self.schema)

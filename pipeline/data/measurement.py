@@ -23,7 +23,7 @@ from pipeline.data.sketches import (
     estimate_distinct,
 )
 from pipeline.transforms.kernels.hashing import Ids, fnv1a
-from storage.arrow import is_bytes, is_list, is_text, is_uuid
+from storage.arrow import is_bytes, is_list, is_text, is_uuid, split_days
 from storage.keys import MOST_KEYS
 from storage.reader import DAY, SnapshotRef
 from storage.warehouse import Warehouse
@@ -150,7 +150,7 @@ class ProfileBuilder:
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Adds rows."""
-        for day, part in self._by_day(batch):
+        for day, part in split_days(batch, DAY) if self.day is None else [(self.day, batch)]:
             self.counts[day] += part.num_rows
             columns = self._columns.setdefault(day, {name: _Column() for name in self.kinds})
             for name, kind in self.kinds.items():
@@ -164,19 +164,6 @@ class ProfileBuilder:
         for batch in batches:
             self.add(batch)
             yield batch
-
-    def _by_day(self, batch: pa.RecordBatch) -> Iterator[tuple[datetime.date, pa.RecordBatch]]:
-        if self.day is not None:
-            yield self.day, batch
-            return
-        days = batch.column(DAY)
-        if len(found := pc.unique(days)) > 1:
-            order = pc.sort_indices(days)
-            batch, days = batch.take(order), days.take(order)
-        begin = 0
-        for day, count in sorted((one["values"].as_py(), one["counts"].as_py()) for one in pc.value_counts(days)):
-            yield day, batch if len(found) == 1 else batch.slice(begin, count)
-            begin += count
 
     def table(self) -> pa.Table:
         """Returns the statistics as a table of SCHEMA, ordered by day and column. `drift` stays null."""

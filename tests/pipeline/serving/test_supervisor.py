@@ -235,10 +235,12 @@ def test_a_server_that_never_answers_ends(tmp_path, command, sentence):
 
 def test_no_process_outlives_a_server_without_a_model(tmp_path):
     """Processes start before the registry is asked, which may know no such model."""
-    supervisor, processes = Running(tmp_path, 2).supervisor, []
+    one, processes = Running(tmp_path, 2), []
+    supervisor = one.supervisor
     with pytest.raises(RegistryError, match="no such model"), supervisor:  # noqa: PT012
         processes += [server.process for server in supervisor.processes]
         raise RegistryError.of("no such model", "Train one.")
+    one.listener.close()
     assert len(processes) == 2
     assert all(process.poll() is not None for process in processes)
 
