@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
+from pipeline.data.formats import json, types
 from pipeline.data.formats.files import stamp
 from pipeline.data.joined.raw import RawRows
 from pipeline.errors import ContractError
@@ -53,6 +54,11 @@ def _ids(random: Random) -> Make:
     return lambda: most - random.randint(0, 9) if near else random.randint(0, most)
 
 
+def _signed(random: Random) -> Make:
+    most = random.choice([9, 2**31, 2**53 - 1, 2**62])
+    return lambda: random.choice([-1, 1]) * random.randint(0, most)
+
+
 def _texts(random: Random) -> Make:
     groups = random.sample(FLAGS, 1) if random.random() < 0.2 else random.sample(ODD, random.choice([1, 2, 3, 5]))
     chosen = [one for group in groups for one in group]
@@ -81,13 +87,16 @@ def _nested(random: Random) -> Make:
 
 KINDS: dict[str, Callable[[Random], Make]] = {
     "id": _ids,
+    "signed": _signed,
     "fraction": lambda random: lambda: random.randint(-1000, 1000) / 8,
     "whole": lambda random: lambda: float(random.randint(0, 2 ** random.choice([3, 20, 53]))),
     "text": _texts,
     "numeral": _numerals,
     "day": lambda random: lambda: f"{datetime.date(2024, 1, 1) + datetime.timedelta(random.randint(0, 400))}",
     "time": _times,
-    "list": lambda random: lambda: [random.randint(0, 2**62) for _ in range(random.randint(0, 3))],
+    "list": lambda random: (
+        lambda: [random.randint(-(2 ** random.choice([0, 62])), 2**62) for _ in range(random.randint(0, 3))]
+    ),
     "nested": _nested,
 }
 """Kind of a column -> what makes a value."""
@@ -122,7 +131,8 @@ def door(folder: Path) -> Iterator[Case]:
             for path in (folder / "home" / "dlrm").glob(f"{name}*"):
                 shutil.rmtree(path)
 
-    yield case
+    with _few_are_many():
+        yield case
 
 
 @contextmanager
@@ -137,7 +147,22 @@ def nights(folder: Path) -> Iterator[Case]:
         finally:
             shutil.rmtree(place)
 
-    yield case
+    with _few_are_many():
+        yield case
+
+
+@contextmanager
+def _few_are_many() -> Iterator[None]:
+    """Has files of a few rows read as those of many."""
+    few = ((types, "FIRST_ROWS", 3), (json, "FIRST_ROWS", 3), (json, "SMALL_BYTES", 0))
+    before = [getattr(module, name) for module, name, _ in few]
+    for module, name, value in few:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(few, before, strict=True):
+            setattr(module, name, value)
 
 
 def _play_nights(random: Random, place: Path) -> None:
@@ -347,7 +372,7 @@ def _compare(name: str, kind: str, pairs: Sequence[tuple[Any, Any]], there: bool
             continue
         require(after is not None, f"{kind} {name}: {before!r} became null")
         require(_says_the_same(before, after), f"{kind} {name}: {before!r} became {after!r}")
-    if kind in ("text", "numeral", "id"):
+    if kind in ("text", "numeral", "id", "signed"):
         before = {re.sub(r"^-(?=0$)|\.0+$", "", f"{one}") for one, _ in pairs if one is not None and one != ""}
         after = {f"{one!r}" for _, one in pairs if one is not None}
         require(len(after) >= len(before), f"{kind} {name}: {len(before)} values became {len(after)}")

@@ -110,8 +110,8 @@ def _write_parquet(path: Path, table: Table, random: Random) -> None:
 def _array(values: Values, random: Random) -> pa.Array:
     some = [one for one in values if one is not None]
     if some and all(isinstance(one, int) for one in some):
-        most = max(some)
-        kinds = [pa.uint64(), pa.decimal128(38, 0)]
+        most = max(map(abs, some))
+        kinds = [pa.decimal128(38, 0), *([pa.uint64()] if min(some) >= 0 else [])]
         kinds += [pa.int64(), pa.decimal128(38, 2)] if most < 2**63 else []
         kinds += [pa.int32()] if most < 2**31 else []
         kinds += [pa.float64()] if most <= WHOLE else []

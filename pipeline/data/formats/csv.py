@@ -92,12 +92,13 @@ def copy_criteo(connection: "duckdb.DuckDBPyConnection", copy: Path, pattern: st
 def write_copy(connection: "duckdb.DuckDBPyConnection", rows: "duckdb.DuckDBPyRelation", copy: Path) -> None:
     """Writes rows of the connection as a Parquet file that is read once or twice.
 
-    A dictionary of many values takes as long as all the rest. Memory does not grow with the columns.
+    A dictionary of many values takes as long as all the rest, and a codec half of it. The encodings of version 2 make
+    files as small. Memory does not grow with the columns.
     """
     group = max(2_048, min(122_880, COPY_CELLS // max(len(rows.columns), 1)))
-    options = f"FORMAT parquet, COMPRESSION lz4, DICTIONARY_SIZE_LIMIT {MOST_WORDS}, ROW_GROUP_SIZE {group}"
+    options = f"FORMAT parquet, PARQUET_VERSION V2, COMPRESSION uncompressed, ROW_GROUP_SIZE {group}"
     path = f"{copy}".replace("'", "''")
-    connection.execute(f"COPY ({rows.sql_query()}) TO '{path}' ({options})")
+    connection.execute(f"COPY ({rows.sql_query()}) TO '{path}' ({options}, DICTIONARY_SIZE_LIMIT {MOST_WORDS})")
 
 
 def read_dialect(plain: Path, where: str) -> Dialect | None:
@@ -242,6 +243,8 @@ def count_csv(plain: Path, dialect: Dialect) -> int:
     An empty line is a null if there is one column, and no row otherwise.
     """
     first, several = dialect.names[0], len(dialect.names) > 1
+    if several and (lines := _count_plain_lines(plain)) is not None:
+        return lines - 1
     with plain.open("rb") as stream:
         reader = pa_csv.open_csv(
             stream,
@@ -250,3 +253,15 @@ def count_csv(plain: Path, dialect: Dialect) -> int:
             pa_csv.ConvertOptions(include_columns=[first], column_types={first: pa.binary()}),
         )
         return sum(batch.num_rows for batch in reader) - 1
+
+
+def _count_plain_lines(plain: Path) -> int | None:
+    """Counts the lines of a file. None: it has quotes, empty lines, or ends of lines that are not \\n."""
+    lines, last = 0, b"\n"
+    with plain.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            ends = np.frombuffer(last + block, np.uint8) == ord("\n")
+            if b'"' in block or b"\r" in block or (ends[1:] & ends[:-1]).any():
+                return None
+            lines, last = lines + int(np.count_nonzero(ends[1:])), block[-1:]
+    return lines + (last != b"\n")

@@ -3,21 +3,25 @@
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import duckdb
+import numpy as np
 import pyarrow.parquet as pq
 
+from pipeline.data.formats.alike import are_alike
 from pipeline.data.formats.csv import refuse_like_names, write_copy
 from pipeline.errors import DataError
 from storage.query import quote
 
-if TYPE_CHECKING:
-    import duckdb
-
 MOST_LINE_BYTES = 64 * 1024 * 1024
 """Longest line."""
-_TEXT = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE", "UUID", "JSON")
+_TIMES = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE", "UUID")
+_TEXT = (*_TIMES, "JSON")
 """Types that DuckDB may guess, and whose values are text or of several types."""
+FIRST_ROWS = 20_480
+"""Rows whose types are those of all rows, if all are alike."""
+SMALL_BYTES = 1 << 23
+"""Bytes up to which DuckDB looks at all rows at once."""
 _LONG = r"(^|[\[,:])-?\d{16,}($|[\],}])"
 """A whole number that a fractional one may not hold exactly."""
 LARGE = 1e15
@@ -29,12 +33,13 @@ _BLANK = re.compile(rb"\n[ \t\r\v\f]*(?=\n)")
 """A line without anything, and the end of the one before."""
 
 
-def copy_json(connection: "duckdb.DuckDBPyConnection", where: str, copy: Path, pattern: str) -> None:
+def copy_json(connection: duckdb.DuckDBPyConnection, plain: Path, where: str, copy: Path, pattern: str) -> None:
     """Copies a file of JSON lines. A column's type fits all its values in the file. Dates and times stay text.
 
     A column with lists and single values gets lists of one in their place.
 
     Args:
+        plain: The file, local and not compressed.
         where: The file as errors name it.
         pattern: As of `copy_csv`.
     Raises:
@@ -44,28 +49,51 @@ def copy_json(connection: "duckdb.DuckDBPyConnection", where: str, copy: Path, p
     listed = "['" + pattern.replace("'", "''") + "']"
     options = f"{listed}, format='newline_delimited', hive_partitioning=false, maximum_object_size={MOST_LINE_BYTES}"
     objects = f"read_json_objects({options})"
-    found = connection.sql(f"SELECT * FROM read_json({options}, sample_size=-1, map_inference_threshold=-1)")
-    kinds = {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True)}
+    alike, kinds = False, {}
+    if plain.stat().st_size > SMALL_BYTES:
+        kinds = _kinds(connection, f"{options}, sample_size={FIRST_ROWS}")
+        alike = are_alike(plain, {name: "VARCHAR" if kind in _TIMES else _narrow(kind) for name, kind in kinds.items()})
+    if not alike:
+        kinds = _kinds(connection, f"{options}, sample_size=-1")
     if doubted := _may_be_renamed([*kinds]):
         _check_objects(connection, objects, where)
     raw = f"read_json({options}, columns={{{', '.join(_pair(name, 'JSON') for name in kinds)}}})"
-    doubtful = [name for name, kind in kinds.items() if kind.removesuffix("[]") in ("JSON", "HUGEINT")]
-    plain = {name: "VARCHAR" if kind in _TEXT else kind for name, kind in kinds.items()}
+    doubtful = [name for name, kind in kinds.items() if kind.removesuffix("[]") == "JSON"]
+    huge = [name for name, kind in kinds.items() if _narrow(kind) != kind]
+    read = {name: "VARCHAR" if kind in _TEXT else _narrow(kind) for name, kind in kinds.items()}
 
     def write(names: Collection[str]) -> None:
         casts = {name: cast for name in names if (cast := _exact(connection, raw, name, kinds[name], where))}
-        columns = ", ".join(_pair(name, "JSON" if name in casts else kind) for name, kind in plain.items())
+        columns = ", ".join(_pair(name, "JSON" if name in casts else kind) for name, kind in read.items())
         rows = connection.sql(f"SELECT * FROM read_json({options}, columns={{{columns}}})")
         replaced = ", ".join(f"{cast} AS {quote(name)}" for name, cast in casts.items())
         rows = rows.select(f"* REPLACE ({replaced})") if casts else rows
         write_copy(connection, rows, copy)
 
-    write(doubtful)
-    if not doubted and _may_lack_values(copy):
+    try:
+        write(doubtful)
+    except duckdb.InvalidInputException:
+        if not huge:
+            raise
+        read |= {name: kinds[name] for name in huge}
+        doubtful += [name for name in huge if kinds[name].removesuffix("[]") == "HUGEINT"]
+        write(doubtful)
+    if not (doubted or alike) and _may_lack_values(copy):
         _check_objects(connection, objects, where)
     fractions = [name for name, kind in kinds.items() if kind.removesuffix("[]") == "DOUBLE"]
     if rounded := [name for name in fractions if _may_be_large(copy, name)]:
         write([*doubtful, *rounded])
+
+
+def _kinds(connection: duckdb.DuckDBPyConnection, options: str) -> dict[str, str]:
+    """Returns column -> the type that fits its values in the rows that the options let DuckDB look at."""
+    found = connection.sql(f"SELECT * FROM read_json({options}, map_inference_threshold=-1)")
+    return {name: f"{kind}" for name, kind in zip(found.columns, found.types, strict=True)}
+
+
+def _narrow(kind: str) -> str:
+    """Returns a type with whole numbers of 64 bits: DuckDB's for 1 and -1 together has 128."""
+    return kind if "STRUCT" in kind else kind.replace("HUGEINT", "BIGINT")
 
 
 def _may_be_renamed(names: Sequence[str]) -> bool:
@@ -104,7 +132,7 @@ def _may_be_large(copy: Path, name: str) -> bool:
     return False
 
 
-def _check_objects(connection: "duckdb.DuckDBPyConnection", objects: str, where: str) -> None:
+def _check_objects(connection: duckdb.DuckDBPyConnection, objects: str, where: str) -> None:
     """Refuses lines that are no objects, and keys that cannot be columns together."""
     keys_of = "CASE json_type(json) WHEN 'OBJECT' THEN json_keys(json) ELSE [NULL] END"
     query = f"SELECT DISTINCT unnest(keys) FROM (SELECT DISTINCT {keys_of} AS keys FROM {objects})"
@@ -127,7 +155,7 @@ def _pair(name: str, kind: str) -> str:
     return f"'{name.replace(chr(39), chr(39) * 2)}': '{kind}'"
 
 
-def _exact(connection: "duckdb.DuckDBPyConnection", raw: str, name: str, kind: str, where: str) -> str | None:
+def _exact(connection: duckdb.DuckDBPyConnection, raw: str, name: str, kind: str, where: str) -> str | None:
     """Returns the SQL of a column in which DuckDB would round numbers or mix types. None: its own type is right."""
     column = quote(name)
     if kind == "JSON[]":  # of no list with an item, or of items of several types
@@ -144,27 +172,36 @@ def _exact(connection: "duckdb.DuckDBPyConnection", raw: str, name: str, kind: s
         query = f"SELECT json_group_structure({listed}) FROM {raw} WHERE json_type({column}) <> 'NULL'"
         structure = connection.sql(query).fetchall()[0][0].replace("'", "''")
         structure = structure.replace('"JSON"', '"VARCHAR"')
-        return f"CASE WHEN json_type({column}) <> 'NULL' THEN from_json({listed}, '{structure}') END"
+        lists = f"from_json({listed}, '{structure}')"
+        lists = _whole(connection, raw, lists, name, where) if structure == '["HUGEINT"]' else lists
+        return f"CASE WHEN json_type({column}) <> 'NULL' THEN {lists} END"
     text = f"CAST({column} AS VARCHAR)"
-    if kind.startswith("HUGEINT"):  # Parquet has no such type, and DuckDB writes fractions
-        values = f"from_json({column}, '[\"HUGEINT\"]')" if kind.endswith("[]") else f"[TRY_CAST({text} AS HUGEINT)]"
-        bounds = f"SELECT min(list_min({values})), max(list_max({values})) FROM {raw}"
-        [(least, most)] = connection.sql(bounds).fetchall()
-        if least < 0 or most >= 2**64:
-            raise _not_ids(name, where, most, least)
-        return f"CAST({values} AS UBIGINT[]){'' if kind.endswith('[]') else '[1]'}"
+    if kind == "HUGEINT[]":
+        return _whole(connection, raw, f"from_json({column}, '[\"HUGEINT\"]')", name, where)
+    number = f"[TRY_CAST({text} AS HUGEINT)]"
+    if kind == "HUGEINT":
+        return f"{_whole(connection, raw, number, name, where)}[1]"
     query = (
         f"SELECT any_value({text}) FILTER (regexp_matches({text}, '{_LONG}')),"
         f" any_value({text}) FILTER (NOT regexp_full_match({text}, '{_WHOLE}')),"
-        f" bool_and(TRY_CAST({text} AS HUGEINT) BETWEEN 0 AND 18446744073709551615)"
+        f" bool_and({number}[1] IS NOT NULL)"
         f" FROM {raw} WHERE json_type({column}) <> 'NULL'"
     )
     long, fraction, fits = connection.sql(query).fetchall()[0]
     if long is None:
         return None
     if kind == "DOUBLE" and fraction is None and fits:
-        return f"CAST(TRY_CAST({text} AS HUGEINT) AS UBIGINT)"
+        return f"{_whole(connection, raw, number, name, where)}[1]"
     raise _not_ids(name, where, long, fraction or "larger ones")
+
+
+def _whole(connection: duckdb.DuckDBPyConnection, raw: str, values: str, name: str, where: str) -> str:
+    """Returns the SQL of lists of whole numbers in 64 bits: Parquet has no larger ones, and DuckDB writes fractions."""
+    [(least, most)] = connection.sql(f"SELECT min(list_min({values})), max(list_max({values})) FROM {raw}").fetchall()
+    if most >= 2**63 and (least < 0 or most >= 2**64):
+        raise _not_ids(name, where, most, least)
+    kind = "BIGINT" if most < 2**63 else "UBIGINT"
+    return f"CAST({values} AS {kind}[])"
 
 
 def _not_ids(name: str, where: str, one: object, other: object) -> DataError:
@@ -180,6 +217,9 @@ def count_lines(plain: Path) -> int:
     with plain.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             whole, end, rest = (rest + block).rpartition(b"\n")
+            text = np.frombuffer(whole + end, np.uint8)
+            ends = np.flatnonzero(text == ord("\n"))
+            blank = (text[ends[:-1] + 1] <= ord(" ")).any()
             rest = end + rest
-            lines += whole.count(b"\n") - len(_BLANK.findall(whole + end))
+            lines += len(ends) - 1 - (len(_BLANK.findall(whole + end)) if blank else 0)
     return lines + (rest.strip() != b"")

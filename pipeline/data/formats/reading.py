@@ -229,7 +229,7 @@ def _copy_text(connection: duckdb.DuckDBPyConnection, plain: Path, form: Format,
         else:
             rows = thread.submit(count_lines, plain)
             if form == "json":
-                copy_json(connection, where, copy, as_pattern(plain))
+                copy_json(connection, plain, where, copy, as_pattern(plain))
             else:
                 copy_criteo(connection, copy, as_pattern(plain))
         return rows.result()
@@ -325,12 +325,15 @@ def read_files(
         parts.append(f"SELECT * FROM {view}")
     joined = connection.sql(" UNION ALL BY NAME ".join(parts))
     texts = {name for name, kind in zip(joined.columns, map(str, joined.types), strict=True) if kind == "VARCHAR"}
-    typed = {}
+    typed, copies = {}, {}
     for name in texts - {FILE, *as_text}:
-        forms = [group[0].form for group, own in zip(groups, columns, strict=True) if own.get(name) == "VARCHAR"]
-        if {"csv", "json"} & {*forms}:
-            typed[name] = {*forms} == {"csv"}
-    return type_text(joined, typed, stored)
+        having = [(group, own[name]) for group, own in zip(groups, columns, strict=True) if name in own]
+        forms = {group[0].form for group, kind in having if kind == "VARCHAR"}
+        if {"csv", "json"} & forms:
+            typed[name] = forms == {"csv"}
+        if forms == {"csv"} and all(kind == "VARCHAR" for _, kind in having):
+            copies[name] = [one.read for group, _ in having for one in group if isinstance(one.read, Path)]
+    return type_text(joined, typed, stored, copies, _threads_of(connection))
 
 
 def _read_group(

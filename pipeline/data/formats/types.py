@@ -5,10 +5,12 @@ A whole number stays exact, whatever another file says. Text becomes a number or
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import duckdb
 
+from pipeline.data.formats.numbers import DECIMAL, EXACT_LENGTH, find_decimal
 from pipeline.errors import ConfigError, DataError
 from storage.query import quote
 
@@ -31,10 +33,9 @@ _ISO = {
     "TIMESTAMPTZ": rf"{ISO_DATE}{_TIME}([Zz]|[+-]\d{{2}}(:?\d{{2}})?)",
 }
 """Type -> its text."""
-_DECIMAL = r"-?((0|[1-9]\d{0,14})|(0|[1-9]\d*)?\.\d+([eE][+-]?\d+)?|(0|[1-9]\d*)[eE][+-]\d+)"
-"""Decimal numbers as programs write them. A whole one has at most 15 digits: more would be rounded."""
 _NUMBERS = ("BIGINT", "HUGEINT", "DOUBLE", "Double")
 """`Double` in small letters: with zeros behind, such as 1.10, and as many places each. The names are one to DuckDB."""
+_DECIMAL = ("DOUBLE", "double")
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT")
 _UNSIGNED = ("UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT")
 _EXACT = {"FLOAT": 2**24, "DOUBLE": 2**53}
@@ -51,6 +52,8 @@ def type_text(
     rows: duckdb.DuckDBPyRelation,
     columns: Mapping[str, bool],
     stored: Mapping[str, str] = MappingProxyType({}),
+    copies: Mapping[str, Sequence[Path]] = MappingProxyType({}),
+    threads: int = 1,
 ) -> duckdb.DuckDBPyRelation:
     """Converts columns of text to the first type that fits all their values, and has the same text for each.
 
@@ -60,6 +63,8 @@ def type_text(
     Args:
         columns: Columns of text to look at -> whether they may be numbers. Else only times are looked for.
         stored: Column -> type that the table has. Text stays text, and fractional numbers take any number.
+        copies: Column -> the Parquet files with all its texts, where these are read as they are.
+        threads: For these files.
     """
     tried = {name: _candidates(numbers, stored.get(name)) for name, numbers in columns.items()}
     tried = {name: kinds for name, kinds in tried.items() if kinds}
@@ -70,7 +75,7 @@ def type_text(
     chosen: dict[str, str] = {}
     while tried := {name: kinds for name, kinds in tried.items() if kinds}:  # most need one look
         wanted = [(name, kinds[0]) for name, kinds in tried.items()]
-        results = first if seen < FIRST_ROWS else _test(rows, wanted)[0]
+        results = first if seen < FIRST_ROWS else _test_all(rows, wanted, copies, threads)
         for name, kinds in tried.items():
             passed = results[name, kinds[0]]
             if passed is None:
@@ -95,6 +100,19 @@ def _candidates(numbers: bool, stored: str | None) -> list[str]:
     return [*(["double"] if stored in _EXACT else []), *_NUMBERS, *_ISO]
 
 
+def _test_all(
+    rows: duckdb.DuckDBPyRelation,
+    tests: Sequence[tuple[str, str]],
+    copies: Mapping[str, Sequence[Path]],
+    threads: int,
+) -> dict[tuple[str, str], bool | None]:
+    """Returns what `_test` does, of decimal numbers without SQL."""
+    decimal = find_decimal({name: copies[name] for name, kind in tests if kind in _DECIMAL and name in copies}, threads)
+    found: dict[tuple[str, str], bool | None] = {one: True for one in tests if one[0] in decimal}
+    left = [one for one in tests if one not in found]
+    return {**found, **(_test(rows, left)[0] if left else {})}
+
+
 def _test(
     rows: duckdb.DuckDBPyRelation, tests: Sequence[tuple[str, str]]
 ) -> tuple[dict[tuple[str, str], bool | None], int]:
@@ -115,7 +133,8 @@ def _fits(column: str, kind: str) -> str:
         test = f"lower({column}) IN ('true', 'false')"
     elif kind.upper() == "DOUBLE":  # a long one may have more digits than a number keeps
         shortest = f"coalesce(CAST(TRY_CAST({column} AS DOUBLE) AS VARCHAR) = {column}, false)"
-        test = f"CASE WHEN length({column}) < 16 THEN regexp_full_match({column}, '{_DECIMAL}') ELSE {shortest} END"
+        written = f"regexp_full_match({column}, '{DECIMAL}')"
+        test = f"CASE WHEN length({column}) <= {EXACT_LENGTH} THEN {written} ELSE {shortest} END"
         if kind == "DOUBLE":
             test += rf" AND NOT CASE WHEN suffix({column}, '0') THEN regexp_matches({column}, '\.\d+0$') ELSE false END"
     else:
@@ -211,7 +230,8 @@ def _target(
         place = where[items.index("BLOB")]
         raise DataError(f"column '{name}' of {place}", "text in UTF-8, as in other files", "bytes", "Write it as text.")
     if all(_is_whole(kind) or kind == "BOOLEAN" for kind in found):
-        return _widest(found)
+        widest = _widest(found)
+        return _number(name, items, where, rows, listed) if widest == "HUGEINT" else widest
     if all(_is_whole(kind) or _is_fractional(kind) for kind in found):
         return _number(name, items, where, rows, listed)
     if all(kind == "DATE" or kind.startswith("TIMESTAMP") for kind in found):
@@ -252,7 +272,7 @@ def _widest(kinds: Collection[str]) -> str:
 def _number(
     name: str, items: Sequence[str], where: Sequence[str], rows: Sequence[duckdb.DuckDBPyRelation], listed: bool
 ) -> str:
-    """Returns the type of a column that is whole in some files and fractional in others.
+    """Returns the type of a column that is whole in some files and fractional in others, or whole in several ways.
 
     It stays whole if all its values are. Otherwise no whole number may be so large that a fractional one rounds it.
     """
@@ -264,7 +284,7 @@ def _number(
             continue
         values = group.select(f"unnest({column}) AS item") if listed and _lists(group, name) else group
         taken = column if values is group else item
-        if _is_whole(kind):
+        if _is_whole(kind) or kind == "BOOLEAN":
             most = values.aggregate(f"max(abs(CAST({taken} AS HUGEINT)))").fetchall()[0][0]
             largest = max(largest, most or 0)
             continue

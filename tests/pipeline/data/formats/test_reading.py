@@ -365,3 +365,33 @@ def test_copies_have_the_types_of_all_files(tmp_path: Path) -> None:
     assert [pq.read_table(copy).to_pydict() for copy in copies] == [
         {"x": [2**64 - 1], "y": ["NA"]}, {"x": [5], "y": [None]},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "read_as"),
+    [
+        ([7, -3], [7, -3]),
+        ([2**63 - 1, -(2**63)], [2**63 - 1, -(2**63)]),
+        ([2**53 + 1, "2.0", -1], None),
+        ([[7, -3], [-(2**62) - 1]], [[7, -3], [-(2**62) - 1]]),
+        ([[7, -3], 2**62 + 1], [[7, -3], [2**62 + 1]]),
+        ([[7], 2**64 - 1], [[7], [2**64 - 1]]),
+        ([[7], None, -1], [[7], None, [-1]]),
+        ([5.0, -(2**53) - 1], [5, -(2**53) - 1]),
+        ([2**64 - 1, -1], None),
+        ([[2**64 - 1], -1], None),
+    ],
+)
+@pytest.mark.parametrize("beside", [[1, 2], [2**64 - 1, 5]])
+def test_json_has_whole_numbers_of_both_signs(
+    tmp_path: Path, read: Read, values: list[Any], read_as: list[Any] | None, beside: list[int]
+) -> None:
+    lines = [json.dumps({"a": a, "b": b}) for a, b in zip(values, [*beside, 0], strict=False)]
+    (tmp_path / "a.json").write_text("\n".join(lines))
+    if read_as is None and isinstance(values[1], int):
+        with pytest.raises(DataError, match=r"column 'a' of .*: expected whole numbers of 64 bits, as \d+ is, got -1"):
+            read("a.json")
+        return
+    found = read("a.json")
+    assert found["a"] == (read_as or [str(value) for value in values])
+    assert found["b"] == [*beside, 0][: len(values)]
