@@ -89,13 +89,20 @@ class Join:
         self._create()
 
     def _create(self) -> None:
-        """Creates the tables that are filled later, and the view over them."""
+        """Creates the tables that are filled later."""
         counts = [f"CAST(0 AS BIGINT) AS n{i}, CAST(0 AS DOUBLE) AS v{i}" for i in range(len(self.made))]
         for table, columns in {
             "repeated": f"{FILE} AS file, {ROW} AS row",
             "found": ", ".join([f"{self.key} AS key, {self.shown} AS shown", *counts]),
         }.items():
             self.connection.execute(f"CREATE TABLE {table} AS SELECT {columns} FROM {self.source} WITH NO DATA")
+
+    def _create_view(self, repeated: bool) -> None:
+        """Creates the view over the tables.
+
+        Args:
+            repeated: Whether there are repeated impressions. A join that finds none still takes time.
+        """
         labels = [_value(made, i) + f" AS {quote(name)}" for i, (name, made) in enumerate(self.made.items())]
         share, out = self.config.keep_negatives, "false"
         if share is not None:
@@ -106,23 +113,24 @@ class Join:
         reason = (
             f"CASE WHEN s.{self.key} IS NULL THEN {_text(f'{self.config.on} is null')}"
             f" WHEN s.{self.shown} IS NULL THEN {_text(f'{self.config.feature_time} is null')}"
-            f" WHEN r.row IS NOT NULL THEN {_text(REPEATED)} END"
+            f"{f' WHEN r.row IS NOT NULL THEN {_text(REPEATED)}' if repeated else ''} END"
         )
+        joined = f" LEFT JOIN repeated r ON r.file = s.{FILE} AND r.row = s.{ROW}" if repeated else ""
         self.connection.execute(
             f"CREATE VIEW labelled AS SELECT s.*, {', '.join(labels)}, s.{self.key} AS {KEY},"
             f" s.{self.shown} AS {SHOWN}, {reason} AS {REASON}, {out} AS {LEFT_OUT}"
-            f" FROM {self.source} s LEFT JOIN found f ON f.key = s.{self.key} AND f.shown = s.{self.shown}"
-            f" LEFT JOIN repeated r ON r.file = s.{FILE} AND r.row = s.{ROW}"
+            f" FROM {self.source} s LEFT JOIN found f ON f.key = s.{self.key} AND f.shown = s.{self.shown}{joined}"
         )
 
     def mark_repeated(self, seconds: int) -> None:
-        """Marks the rows of impressions that the feature log repeats, except the first in time.
+        """Creates the view, and marks the rows of impressions that the feature log repeats, except the first in time.
 
         Args:
             seconds: How long before a row another one may lie that it repeats.
         """
         repeated = repeated_rows(self.source, [self.config.on], False, self.config.feature_time, seconds)
-        self.connection.execute(f"INSERT INTO repeated {repeated}")
+        [(count,)] = self.connection.execute(f"INSERT INTO repeated {repeated}").fetchall()
+        self._create_view(count > 0)
 
     def attribute(self, samples: str, days: str) -> None:
         """Finds the outcomes of the impressions of some days. From then on the view has their labels.

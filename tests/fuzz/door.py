@@ -59,6 +59,22 @@ def _signed(random: Random) -> Make:
     return lambda: random.choice([-1, 1]) * random.randint(0, most)
 
 
+def _real(random: Random) -> Make:
+    sizes = random.choice([(0, 0), (-3, 6), (-30, 30), (-300, 300)])
+    places = random.choice([None, 2, 5])
+
+    def make() -> float:
+        value = random.gauss(0, 1) * 10.0 ** random.randint(*sizes)
+        return random.choice([value, value, 0.0, -0.0]) if places is None else round(value, places)
+
+    return make
+
+
+def _list(random: Random) -> Make:
+    make = random.choice([_real, _signed, _texts])(random)
+    return lambda: [make() for _ in range(random.randint(0, 3))]
+
+
 def _texts(random: Random) -> Make:
     groups = random.sample(FLAGS, 1) if random.random() < 0.2 else random.sample(ODD, random.choice([1, 2, 3, 5]))
     chosen = [one for group in groups for one in group]
@@ -89,6 +105,7 @@ KINDS: dict[str, Callable[[Random], Make]] = {
     "id": _ids,
     "signed": _signed,
     "fraction": lambda random: lambda: random.randint(-1000, 1000) / 8,
+    "real": _real,
     "whole": lambda random: lambda: float(random.randint(0, 2 ** random.choice([3, 20, 53]))),
     "text": _texts,
     "numeral": _numerals,
@@ -320,7 +337,7 @@ def _features(random: Random, written: Written) -> FeatureSchema | LabelColumns:
         if any(one not in (None, []) for one in values)
     }
     kinds = {name: kind for name, kind in written.kinds.items() if name in there and random.random() < 0.5}
-    dense = [name for name, kind in kinds.items() if kind in ("fraction", "whole")]
+    dense = [name for name, kind in kinds.items() if kind in ("fraction", "whole", "real")]
     sparse = [name for name, kind in kinds.items() if kind in ("id", "text", "list", "day", "numeral")]
     if not dense or not sparse:
         return LabelColumns()

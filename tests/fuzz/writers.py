@@ -142,8 +142,13 @@ def _write_avro(path: Path, table: Table, random: Random) -> None:
         name: _texts(values) if any(isinstance(one, int) and one >= 2**63 for one in values) else values
         for name, values in table.items()
     }
-    first = {name: next((one for one in values if one is not None), "") for name, values in columns.items()}
-    fields = [{"name": name, "type": ["null", kinds[type(first[name])]]} for name in columns]
+    fields = []
+    for name, values in columns.items():
+        kind = kinds[type(next((one for one in values if one is not None), ""))]
+        items = [item for one in values if isinstance(one, list) for item in one]
+        if items:
+            kind = {"type": "array", "items": kinds[type(items[0])]}
+        fields.append({"name": name, "type": ["null", kind]})
     schema = {"type": "record", "name": "row", "fields": fields}
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     with path.open("wb") as file:
