@@ -70,6 +70,9 @@ from storage.query import column_types, quote
 from storage.reader import SnapshotRef
 from storage.snapshot.writing import StagedDays, in_commits, replace_days, stage_days
 
+ODD_LABELS = {"label is not a number": "yes", "label is not 0 or 1": "1"}
+"""Start of a reason to refuse a row -> a value of `source.positive` for labels of that kind, as -1 and 1 are."""
+
 
 class IngestResult(BaseModel, frozen=True):
     """What an ingest did."""
@@ -389,8 +392,9 @@ def _refuse_bad_days(ingest: _Ingest, days: Sequence[SourceDay]) -> None:
     if bad:
         reasons = count_refused(ingest.open(bad), bad)
         remedy = "Correct the source, or raise ingest.max_quarantined_share."
-        if any(reason.startswith("label is not a number") for reason in reasons):
-            remedy = f"Name the value that counts as 1, such as source.positive=yes. {remedy}"
+        odd = [one for reason, one in ODD_LABELS.items() if any(found.startswith(reason) for found in reasons)]
+        if len(odd) == len(reasons) == 1 and ingest.context.source.positive is None:
+            remedy = f"Name the value that counts as 1, such as source.positive={odd[0]}. {remedy}"
         worst = max(bad, key=lambda day: day.refused / day.rows)
         raise DataError(
             f"{'labels' if ingest.context.label else 'events'} of {len(bad)} day(s), worst {worst.day}",

@@ -45,6 +45,7 @@ _SCHEMAS = """
         precision, logical_type), ',' ORDER BY place))
     FROM (SELECT *, row_number() OVER () AS place FROM parquet_schema(?)) GROUP BY file_name
 """
+NANOSECONDS = "TIMESTAMPTZ_NS"
 
 
 class ReadableFile(NamedTuple):
@@ -309,7 +310,7 @@ def read_files(
     if not with_rows:
         raise DataError(f"file '{files[0].file.name}'", "at least one line", "an empty file", "Write the file again.")
     groups = _group(connection, with_rows)
-    rows = [_decode_bytes(_read_group(connection, group, numbered)) for group in groups]
+    rows = [_in_microseconds(_decode_bytes(_read_group(connection, group, numbered))) for group in groups]
     kinds = [dict(zip(part.columns, map(str, part.types), strict=True)) for part in rows]
     names = [[name for name in part if name not in (FILE, ROW)] for part in kinds]
     every = list(dict.fromkeys(name for part in names for name in part))
@@ -353,6 +354,14 @@ def _decode_bytes(rows: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
     passed = rows.aggregate(", ".join(tests)).fetchall()[0]
     texts = [f"decode({name}) AS {name}" for name, good in zip(names, passed, strict=True) if good is not False]
     return rows.select(f"* REPLACE ({', '.join(texts)})") if texts else rows
+
+
+def _in_microseconds(rows: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
+    """Converts times with a zone in nanoseconds, as pandas writes them: DuckDB compares and converts few of these."""
+    kinds = {name: f"{kind}" for name, kind in zip(rows.columns, rows.types, strict=True)}
+    odd = {name: kind.replace(NANOSECONDS, "TIMESTAMPTZ") for name, kind in kinds.items() if NANOSECONDS in kind}
+    casts = ", ".join(f"CAST({quote(name)} AS {kind}) AS {quote(name)}" for name, kind in odd.items())
+    return rows.select(f"* REPLACE ({casts})") if odd else rows
 
 
 def _next(connection: duckdb.DuckDBPyConnection) -> int:

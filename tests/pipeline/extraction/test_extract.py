@@ -389,14 +389,25 @@ BAD = {
 }
 
 
-def test_labels_in_words_are_refused_with_the_key_that_reads_them(ingest: Any, put: Any) -> None:
-    put("rows.parquet", user=list(range(20)), label=["yes", "no"] * 10)
+@pytest.mark.parametrize(
+    ("labels", "found", "key"),
+    [
+        (["yes", "no"], "20 of 20 (label is not a number)", "source.positive=yes"),
+        ([1, -1], "10 of 20 (label is not 0 or 1)", "source.positive=1"),
+    ],
+)
+def test_other_labels_are_refused_with_the_key_that_reads_them(
+    ingest: Any, stored: Any, put: Any, labels: list[Any], found: str, key: str
+) -> None:
+    put("rows.parquet", user=list(range(20)), label=labels * 10)
     with pytest.raises(DataError) as error:
         ingest(FIXED)
     assert str(error.value).endswith(
-        "got 20 of 20 (label is not a number). Name the value that counts as 1, such as source.positive=yes. "
+        f"got {found}. Name the value that counts as 1, such as {key}. "
         "Correct the source, or raise ingest.max_quarantined_share."
     )
+    ingest({**FIXED, "positive": labels[0]})
+    assert stored()["label"].tolist() == [1, 0] * 10
 
 
 def test_bad_labels_are_quarantined_with_their_reason(ingest: Any, stored: Any, put: Any, warehouse: Warehouse) -> None:

@@ -395,3 +395,14 @@ def test_json_has_whole_numbers_of_both_signs(
     found = read("a.json")
     assert found["a"] == (read_as or [str(value) for value in values])
     assert found["b"] == [*beside, 0][: len(values)]
+
+
+def test_times_in_nanoseconds_with_a_zone_are_times(tmp_path: Path, read: Read) -> None:
+    """pandas writes them. DuckDB has a type of their own for them, and few functions."""
+    time = datetime.datetime(2024, 1, 31, 23, 30, tzinfo=datetime.UTC)
+    for name, kind in (("a", pa.timestamp("ns", "Europe/Berlin")), ("b", pa.timestamp("ms", "UTC"))):
+        columns = {"t": pa.array([time, None], kind), "l": pa.array([[time], []], pa.list_(kind))}
+        pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
+    found = read("a.parquet", "b.parquet")
+    assert found == {"t": [time, None] * 2, "l": [[time], []] * 2}
+    assert {value.utcoffset() for value in found["t"] if value} == {datetime.timedelta()}
