@@ -70,9 +70,6 @@ from storage.query import column_types, quote
 from storage.reader import SnapshotRef
 from storage.snapshot.writing import StagedDays, in_commits, replace_days, stage_days
 
-ODD_LABELS = {"label is not a number": "yes", "label is not 0 or 1": "1"}
-"""Start of a reason to refuse a row -> a value of `source.positive` for labels of that kind, as -1 and 1 are."""
-
 
 class IngestResult(BaseModel, frozen=True):
     """What an ingest did."""
@@ -179,7 +176,8 @@ class _Plan:
     held_back: list[SourceDay]
     """Days that an earlier ingest held back, from the same input and by the same rules."""
     held_identities: Mapping[datetime.date, str]
-    """Requested day -> its identity as a held-back day: it changes with the rules, so that the day is checked again."""
+    """Day that the table lacks as it is -> its identity if held back, which changes with the rules: it is checked again
+    then."""
     stored: Mapping[datetime.date, StoredDay]
     """The requested days as the table has them. Only due days have statistics."""
     materialization: MaterializationPlan
@@ -276,9 +274,9 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     joined = context.schema.sources if isinstance(context.schema, FeatureSchema) else ()
     materialization = plan_materialization(joined, context.warehouse, context.root, materialized, ingest.warn)
     rules = ingest.config.checks.model_dump(mode="json")
-    fillable = {day.day: sorted(materialization.columns_of(day.day)) for day in wanted}
-    held_identities = {day.day: fingerprint([day.identity, rules, fillable[day.day]])[:16] for day in wanted}
     left = [day for day in wanted if day.identity not in (written.get(day.day), same.get(day.day))]
+    fillable = {day.day: sorted(materialization.columns_of(day.day)) for day in left}
+    held_identities = {day.day: fingerprint([day.identity, rules, fillable[day.day]])[:16] for day in left}
     held_back = [day for day in left if held.get(day.day) == held_identities[day.day]]
     noted = {
         "refill": tuple(name_of(one) for one in joined if one.stored or one in materialization.columns),
@@ -392,10 +390,11 @@ def _refuse_bad_days(ingest: _Ingest, days: Sequence[SourceDay]) -> None:
     if bad:
         reasons = count_refused(ingest.open(bad), bad)
         remedy = "Correct the source, or raise ingest.max_quarantined_share."
-        odd = [one for reason, one in ODD_LABELS.items() if any(found.startswith(reason) for found in reasons)]
-        if len(odd) == len(reasons) == 1 and ingest.context.source.positive is None:
-            remedy = f"Name the value that counts as 1, such as source.positive={odd[0]}. {remedy}"
         worst = max(bad, key=lambda day: day.refused / day.rows)
+        words = any(reason.startswith("label is not a number") for reason in reasons)
+        signs = worst.refused * 2 >= worst.rows and all(reason.startswith("label is not 0 or 1") for reason in reasons)
+        if words or signs:
+            remedy = f"Name the value that counts as 1, such as source.positive={'yes' if words else 1}. {remedy}"
         raise DataError(
             f"{'labels' if ingest.context.label else 'events'} of {len(bad)} day(s), worst {worst.day}",
             f"at most {max_share:.2%} bad rows a day, and at least one good row",
