@@ -29,7 +29,7 @@ FAULTS: dict[str, list[Change]] = {
         (csv.copy_csv, "strict_mode=True", "strict_mode=True, ignore_errors=True"), *UNCOUNTED,
     ],
     "whole numbers are rounded because another file has fractions": [
-        (types._target, "return _number(name, items, where, rows, listed)", 'return "DOUBLE"'),
+        (types._target, "found):\n        return _number(name, items, where, rows, listed)", 'found):\n        return "DOUBLE"'),
     ],
     "decimals are rounded": [
         (samples._type_decimals, '"DOUBLE" if whole is False else "VARCHAR" if fits is False else "BIGINT"', '"DOUBLE"'),

@@ -141,7 +141,8 @@ def _check_objects(connection: duckdb.DuckDBPyConnection, objects: str, where: s
         places = f"SELECT row_number() OVER () AS place, json FROM {objects}"
         query = f"SELECT min(place) FROM ({places}) WHERE json_type(json) <> 'OBJECT'"
         odd = connection.sql(query).fetchall()[0][0]
-        raise DataError(where, "one object a line", f"another value, {_nth(odd)}", "Correct the file.")
+        remedy = "Write one object a line, as pandas does with lines=True and jq with -c '.[]'."
+        raise DataError(where, "one object a line", f"another value, {_nth(odd)}", remedy)
     refuse_like_names(where, sorted(keys))
     if "" in keys:  # DuckDB then reads each object as one text
         raise DataError(where, "keys that can be names", "an empty one", "Give it a name.")
