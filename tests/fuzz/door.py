@@ -71,6 +71,7 @@ def _real(random: Random) -> Make:
 
 
 def _list(random: Random) -> Make:
+    """Lists of fractions, of numbers of both signs, or of texts."""
     make = random.choice([_real, _signed, _texts])(random)
     return lambda: [make() for _ in range(random.randint(0, 3))]
 
@@ -111,9 +112,8 @@ KINDS: dict[str, Callable[[Random], Make]] = {
     "numeral": _numerals,
     "day": lambda random: lambda: f"{datetime.date(2024, 1, 1) + datetime.timedelta(random.randint(0, 400))}",
     "time": _times,
-    "list": lambda random: (
-        lambda: [random.randint(-(2 ** random.choice([0, 62])), 2**62) for _ in range(random.randint(0, 3))]
-    ),
+    "list": lambda random: lambda: [random.randint(-(2**62), 2**62) for _ in range(random.randint(0, 3))],
+    "others": _list,
     "nested": _nested,
 }
 """Kind of a column -> what makes a value."""

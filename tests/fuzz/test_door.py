@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.data.formats import checksums, csv, files, json, reading, types
+from pipeline.data.formats import alike, checksums, csv, files, json, numbers, reading, types
 from pipeline.errors import ContractError
 from pipeline.extraction import days, samples
 from tests.fuzz import door
@@ -53,6 +53,12 @@ FAULTS: dict[str, list[Change]] = {
     "ids of 64 bits in JSON are rounded": [
         (json.copy_json, 'kinds[name].removesuffix("[]") == "HUGEINT"', "False"), (json._may_be_large, "return True", "return False"),
     ],
+    "whole numbers of both signs are refused": [(json._narrow, 'kind.replace("HUGEINT", "BIGINT")', "kind")],
+    "lists and single numbers of both signs are rounded": [
+        (json._exact, """if structure == '["HUGEINT"]' else lists""", "if False else lists"),
+    ],
+    "a JSON line unlike the first ones is not noticed": [(alike.are_alike, "if not _are_alike(", "if False and _are_alike(")],
+    "text is a fraction if it can be read as one": [(numbers._are_printed, "return False", "pass")],
     "a column without a value has a type": [(types._has_value, "return kind != NOTHING and", "return kind != NOTHING or")],
 }  # fmt: skip
 """Fault -> the changes that put it back."""

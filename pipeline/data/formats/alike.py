@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data.formats.csv import BLOCK_BYTES
 from storage.compiled import compiled, inlined
 
-BLOCK_BYTES = 1 << 24
 _KEY = re.compile(r"[A-Za-z0-9_. -]+")
 """Names of keys that JSON writes as they are."""
 _WHOLE, _DECIMAL, _TRUTH, _TEXT, _LISTS = 0, 1, 2, 3, 4

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from pipeline.data.formats.alike import are_alike
-from pipeline.data.formats.csv import refuse_like_names, write_copy
+from pipeline.data.formats.csv import BLOCK_BYTES, refuse_like_names, write_copy
 from pipeline.errors import DataError
 from storage.query import quote
 
@@ -28,7 +28,6 @@ LARGE = 1e15
 """Numbers of that size have 16 digits before the point."""
 _NUMBER = re.compile(r"_\d+(?=(_\d+)*$)")
 _WHOLE = r"-?\d+(\.0+)?"
-BLOCK_BYTES = 1 << 24
 _BLANK = re.compile(rb"\n[ \t\r\v\f]*(?=\n)")
 """A line without anything, and the end of the one before."""
 

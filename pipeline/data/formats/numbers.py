@@ -15,12 +15,13 @@ DECIMAL = r"-?((0|[1-9]\d{0,14})|(0|[1-9]\d*)?\.\d+([eE][+-]?\d+)?|(0|[1-9]\d*)[
 """Decimal numbers as programs write them. A whole one has at most 15 digits: more would be rounded."""
 EXACT_LENGTH = 15
 """Characters up to which a double keeps all digits. A longer text has to be the one that the double is printed as."""
+ZERO_BEHIND = r"\.\d+0$"
+"""Ends of numbers with a zero behind others, such as 1.10."""
 _PLAIN = (1e-4, 1e15)
 """Sizes that everybody prints without an exponent."""
 _FEW = 100
 _AT_ONCE = 8_192
 """Texts whose characters stay in the processor's cache."""
-_ZERO_BEHIND = r"\.\d+0$"
 
 
 def find_decimal(columns: Mapping[str, Sequence[Path]], threads: int) -> set[str]:
@@ -70,7 +71,7 @@ def _are_decimal(texts: pa.StringArray) -> bool:
     if _are_printed(texts, values):
         return True
     zeros = texts.filter(pc.ends_with(texts, "0"))
-    if pc.any(pc.match_substring_regex(zeros, _ZERO_BEHIND)).as_py():
+    if pc.any(pc.match_substring_regex(zeros, ZERO_BEHIND)).as_py():
         return False
     length = pc.binary_length(texts)
     short = pc.match_substring_regex(texts.filter(pc.less_equal(length, EXACT_LENGTH)), f"^{DECIMAL}$")
@@ -81,7 +82,7 @@ def _are_decimal(texts: pa.StringArray) -> bool:
 def _is_decimal(text: str, value: float) -> bool:
     if len(text) > EXACT_LENGTH:
         return repr(value) == text
-    return re.fullmatch(DECIMAL, text, re.ASCII) is not None and re.search(_ZERO_BEHIND, text) is None
+    return re.fullmatch(DECIMAL, text, re.ASCII) is not None and re.search(ZERO_BEHIND, text) is None
 
 
 def _are_printed(texts: pa.StringArray, values: pa.DoubleArray) -> bool:

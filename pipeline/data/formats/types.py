@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import duckdb
 
-from pipeline.data.formats.numbers import DECIMAL, EXACT_LENGTH, find_decimal
+from pipeline.data.formats.numbers import DECIMAL, EXACT_LENGTH, ZERO_BEHIND, find_decimal
 from pipeline.errors import ConfigError, DataError
 from storage.query import quote
 
@@ -35,7 +35,8 @@ _ISO = {
 """Type -> its text."""
 _NUMBERS = ("BIGINT", "HUGEINT", "DOUBLE", "Double")
 """`Double` in small letters: with zeros behind, such as 1.10, and as many places each. The names are one to DuckDB."""
-_DECIMAL = ("DOUBLE", "double")
+_FOUND_BY_ARROW = ("DOUBLE", "double")
+"""Types that `find_decimal` tells."""
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT")
 _UNSIGNED = ("UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT")
 _EXACT = {"FLOAT": 2**24, "DOUBLE": 2**53}
@@ -107,7 +108,9 @@ def _test_all(
     threads: int,
 ) -> dict[tuple[str, str], bool | None]:
     """Returns what `_test` does, of decimal numbers without SQL."""
-    decimal = find_decimal({name: copies[name] for name, kind in tests if kind in _DECIMAL and name in copies}, threads)
+    decimal = find_decimal(
+        {name: copies[name] for name, kind in tests if kind in _FOUND_BY_ARROW and name in copies}, threads
+    )
     found: dict[tuple[str, str], bool | None] = {one: True for one in tests if one[0] in decimal}
     left = [one for one in tests if one not in found]
     return {**found, **(_test(rows, left)[0] if left else {})}
@@ -136,7 +139,8 @@ def _fits(column: str, kind: str) -> str:
         written = f"regexp_full_match({column}, '{DECIMAL}')"
         test = f"CASE WHEN length({column}) <= {EXACT_LENGTH} THEN {written} ELSE {shortest} END"
         if kind == "DOUBLE":
-            test += rf" AND NOT CASE WHEN suffix({column}, '0') THEN regexp_matches({column}, '\.\d+0$') ELSE false END"
+            behind = f"regexp_matches({column}, '{ZERO_BEHIND}')"
+            test += f" AND NOT CASE WHEN suffix({column}, '0') THEN {behind} ELSE false END"
     else:
         test = f"coalesce(CAST(TRY_CAST({column} AS {kind}) AS VARCHAR) = {column}, false)"
         if kind == "HUGEINT":

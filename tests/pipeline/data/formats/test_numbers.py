@@ -1,4 +1,4 @@
-"""Decimal text is told as SQL tells it, which prints each number."""
+"""`find_decimal` finds the columns that the SQL test finds. SQL prints each number and compares the texts."""
 
 from pathlib import Path
 from random import Random
