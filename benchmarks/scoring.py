@@ -34,12 +34,12 @@ import torch
 
 from benchmarks.machine import ROOT, describe_machine, machine, say
 from pipeline.config import RunConfig, load
+from pipeline.inference.model import LoadedModel
 from pipeline.jobs.training.job import resolve_dataset
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import list_versions
 from pipeline.registration.register import raw_frame
-from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.versions import download_packed
 
 PACKAGES = (

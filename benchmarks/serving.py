@@ -89,9 +89,9 @@ def measure(options: argparse.Namespace, stack: contextlib.ExitStack) -> dict[st
     """Returns all figures."""
     from benchmarks.scoring import raw_rows
     from pipeline.config import load
+    from pipeline.inference.model import LoadedModel
     from pipeline.jobs.workspace import Workspace
     from pipeline.registration.aliases import choose_version, list_versions
-    from pipeline.registration.scorer import LoadedModel
     from pipeline.registration.versions import download_packed
 
     config = load(options.config)
@@ -491,9 +491,10 @@ def reload_under_load(
     options: argparse.Namespace, tracker: Any, name: str, stack: contextlib.ExitStack
 ) -> dict[str, Any]:
     """Moves the champion between two versions under load, and compares every answer with that of its version."""
+    from pipeline.inference.files import EXAMPLE
+    from pipeline.inference.model import LoadedModel
     from pipeline.registration.aliases import list_versions
-    from pipeline.registration.scorer import LoadedModel
-    from pipeline.registration.versions import EXAMPLE, download_packed, download_part
+    from pipeline.registration.versions import download_packed, download_part
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-model-")))
     versions = list_versions(tracker, name)[:2]

@@ -1,29 +1,17 @@
 """DLRM: dense numbers and lists of ids -> logits. Shape letters: B rows, D dense columns, F vectors, E width."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig, SparseFeature
-from models.layers import CatInteraction, CrossInteraction, DotInteraction, mlp
-
-
-class IdLists(NamedTuple):
-    """The lists of a feature. List i has the ids from offsets[i] to offsets[i + 1].
-
-    Shapes:
-        ids_V: int64 [V]. offsets: int64 [B + 1]. weights_V: float32 [V], None without weights.
-    """
-
-    ids_V: torch.Tensor
-    offsets: torch.Tensor
-    weights_V: torch.Tensor | None = None
+from models.plain import PlainDLRM
+from models.tables import tables_of
 
 
 class SharedFeatures(NamedTuple):
@@ -55,8 +43,8 @@ class SharedFeatures(NamedTuple):
         ]
 
 
-class DLRM(nn.Module):
-    """Deep learning recommendation model.
+class DLRM(PlainDLRM):
+    """Deep learning recommendation model, with TorchRec's tables: whole ones, or sharded ones in their place.
 
     Args:
         config: Sizes and interaction.
@@ -71,6 +59,8 @@ class DLRM(nn.Module):
         Naumov et al. 2019, arXiv:1906.00091.
     """
 
+    embeddings: EmbeddingBagCollection
+
     def __init__(
         self,
         config: DLRMConfig,
@@ -79,27 +69,20 @@ class DLRM(nn.Module):
         device: torch.device | str = "cpu",
         table_type: DataType = DataType.FP32,
     ) -> None:
-        super().__init__()
-        self.names = [feature.name for feature in features]
-        self.table_of = {feature.name: module_name(feature.table) for feature in features}
-        self.embeddings = EmbeddingBagCollection(
-            tables=tables_of(config, features, table_type),
-            is_weighted=any(feature.weighted for feature in features),
-            device=torch.device(device),
-        )
-        width = config.embedding_width
-        self.bottom = mlp(num_dense, [*config.bottom_mlp, width]) if num_dense else None
-        num_features = len(features) + (1 if num_dense else 0)
-        self.interaction: DotInteraction | CatInteraction | CrossInteraction
-        if config.interaction == "dot":
-            self.interaction = DotInteraction(num_features, width)
-        elif config.interaction == "cat":
-            self.interaction = CatInteraction(num_features, width)
-        else:
-            self.interaction = CrossInteraction(num_features, width, config.cross_layers, config.cross_rank)
-        self.dropout = nn.Dropout(config.interaction_dropout) if config.interaction_dropout else nn.Identity()
-        self.top = mlp(self.interaction.width_out, config.top_mlp, config.dropout)
-        self.logit = nn.Linear(config.top_mlp[-1] if config.top_mlp else self.interaction.width_out, 1)
+        tables = [
+            EmbeddingBagConfig(
+                name=table.name,
+                num_embeddings=table.rows,
+                embedding_dim=config.embedding_width,
+                data_type=table_type,
+                feature_names=[*table.features],
+                pooling=PoolingType.SUM if table.pooling == "sum" else PoolingType.MEAN,
+            )
+            for table in tables_of(features)
+        ]
+        weighted = any(feature.weighted for feature in features)
+        collection = EmbeddingBagCollection(tables=tables, is_weighted=weighted, device=torch.device(device))
+        super().__init__(config, num_dense, features, collection)
 
     def forward(
         self, dense_BD: torch.Tensor, sparse: KeyedJaggedTensor, shared: SharedFeatures | None = None
@@ -115,23 +98,6 @@ class DLRM(nn.Module):
             return pooled.values().unflatten(1, (len(self.names), -1))
         by_name = pooled.to_dict()  # a sharded collection may have another order
         return torch.stack([by_name[name] for name in self.names], dim=1)
-
-    def pool_lists(self, lists: Mapping[str, IdLists]) -> torch.Tensor:
-        """Looks up some of the features in whole tables: the same vectors as `pool`, at half its cost for few rows.
-
-        Shapes:
-            lists: feature -> lists of B rows -> float32 [B, F, E], features in the order of lists.
-        """
-        bags = self.embeddings.embedding_bags
-        return torch.stack([bags[self.table_of[name]](*one) for name, one in lists.items()], dim=1)
-
-    def score(self, dense_BD: torch.Tensor, *pooled_BFE: torch.Tensor) -> torch.Tensor:
-        """Returns the logits from the pooled vectors, in one piece or several: the model without its tables."""
-        pieces = list(pooled_BFE)
-        if self.bottom is not None:
-            pieces.insert(0, self.bottom(dense_BD).unsqueeze(1))
-        logits_B1: torch.Tensor = self.logit(self.top(self.dropout(self.interaction(*pieces))))
-        return logits_B1.squeeze(1)
 
 
 Labels = list[tuple[str, ...]]
@@ -167,40 +133,3 @@ def axes_of(config: DLRMConfig, dense: Sequence[str], sparse: Sequence[str]) -> 
             axes[f"interaction.cross.W_kernels.{layer}"] = (inputs, None)
             axes[f"interaction.cross.V_kernels.{layer}"] = (None, inputs)
     return axes
-
-
-def module_name(table: str) -> str:
-    """Returns the name of a table's module. PyTorch reserves some names, such as `items` and `type`.
-
-    Example:
-        >>> module_name("user"), module_name("type")
-        ('user', 'type_')
-    """
-    return f"{table}_" if hasattr(nn.ModuleDict(), table) else table
-
-
-def tables_of(
-    config: DLRMConfig, features: Sequence[SparseFeature], table_type: DataType = DataType.FP32
-) -> list[EmbeddingBagConfig]:
-    """Returns the embedding tables of the features, in order of first use.
-
-    Raises:
-        ValueError: If features of one table differ in size or pooling.
-    """
-    tables: dict[str, list[SparseFeature]] = {}
-    for feature in features:
-        tables.setdefault(feature.table, []).append(feature)
-    for name, members in tables.items():
-        if len({(member.rows, member.pooling) for member in members}) > 1:
-            raise ValueError(f"table '{name}': its features {[m.name for m in members]} must agree in size and pooling")
-    return [
-        EmbeddingBagConfig(
-            name=module_name(name),
-            num_embeddings=members[0].rows,
-            embedding_dim=config.embedding_width,
-            data_type=table_type,
-            feature_names=[member.name for member in members],
-            pooling=PoolingType.SUM if members[0].pooling == "sum" or members[0].weighted else PoolingType.MEAN,
-        )
-        for name, members in tables.items()
-    ]

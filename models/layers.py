@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 
 
 def mlp(inputs: int, sizes: Sequence[int], dropout: float = 0.0) -> nn.Sequential:
@@ -123,6 +122,8 @@ class CrossInteraction(nn.Module):
 
     def __init__(self, num_features: int, width: int, layers: int, rank: int | None) -> None:
         super().__init__()
+        from torchrec.modules.crossnet import CrossNet, LowRankCrossNet  # models without it need no TorchRec to score
+
         self.width_out = num_features * width
         self.cross = CrossNet(self.width_out, layers) if rank is None else LowRankCrossNet(self.width_out, layers, rank)
 

@@ -5,13 +5,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from models.tables import TABLES, EmbeddingTable
 from models.weights_file import Number, header
 
-TABLES = "embeddings.embedding_bags."
-"""Prefix of a DLRM's tables among its weights."""
 ROW_OVERHEAD_BYTES = 8
 """Bytes after a row's numbers: its scale and its least number, float32 each."""
 PART_ROWS = 1 << 16
@@ -19,43 +16,31 @@ PART_ROWS = 1 << 16
 
 
 class QuantisedBags(nn.Module):
-    """An EmbeddingBagCollection with one byte per number. Only the rows that it looks up become floats.
+    """Tables with one byte per number. Only the rows that it looks up become floats.
 
     A number is q * scale + least with q in [0, 255]. scale and least belong to the row and are float32, as PyTorch's
     kernel has them. TorchRec's quantised collection pads rows to 16 bytes and rounds worse: numbers of 1e-4 were off
     by 10 steps, not by half a step.
 
     Args:
-        tables: Names, sizes and pooling. Their rows are loaded from the state dict that `write_quantised` makes.
-    Shapes:
-        Lists of ids of F features and B rows -> float32 [B, F * E], features in the order of the input. An empty
-        list gives zeros.
+        tables: Their rows are loaded from the file that `write_quantised` makes.
+        width: E.
+        device: `meta` if the rows are assigned later.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingBagConfig]) -> None:
+    def __init__(self, tables: Sequence[EmbeddingTable], width: int, device: str = "cpu") -> None:
         super().__init__()
-        self.embedding_bags = nn.ModuleDict({table.name: _Table(table) for table in tables})
-        self.table_of = {name: table.name for table in tables for name in table.feature_names}
-
-    def forward(self, sparse: KeyedJaggedTensor) -> KeyedTensor:
-        """Returns one vector for each list of ids."""
-        names = sparse.keys()
-        pooled = []
-        for name in names:
-            bags = sparse[name]
-            weights = bags.weights_or_none()
-            pooled.append(self.embedding_bags[self.table_of[name]](bags.values(), bags.offsets(), weights))
-        return KeyedTensor(names, [vectors_BE.shape[1] for vectors_BE in pooled], torch.cat(pooled, dim=1))
+        self.embedding_bags = nn.ModuleDict({table.name: _Table(table, width, device) for table in tables})
 
 
 class _Table(nn.Module):
     """Rows of one table: uint8 [R, E + 8]."""
 
-    def __init__(self, table: EmbeddingBagConfig) -> None:
+    def __init__(self, table: EmbeddingTable, width: int, device: str) -> None:
         super().__init__()
-        self.mean = table.pooling == PoolingType.MEAN
-        size = (table.num_embeddings, table.embedding_dim + ROW_OVERHEAD_BYTES)
-        self.register_buffer("weight", torch.zeros(size, dtype=torch.uint8))
+        self.mean = table.pooling == "mean"
+        size = (table.rows, width + ROW_OVERHEAD_BYTES)
+        self.register_buffer("weight", torch.zeros(size, dtype=torch.uint8, device=device))
 
     def forward(
         self, ids_V: torch.Tensor, offsets: torch.Tensor, weights_V: torch.Tensor | None = None

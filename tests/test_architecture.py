@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = {"flows": {"flows", "pipeline", "storage", "models"}, "pipeline": {"pipeline", "storage", "models"}, "storage": {"storage"}, "models": {"models"}}  # fmt: skip
-GROUND = {"errors", "marks", "processes", "figure", "sealed", "data", "transforms"}
+GROUND = {"errors", "marks", "processes", "figure", "sealed", "data", "transforms", "inference"}
 """Modules and rooms of pipeline/ that all stages may import; none of them imports a stage."""
 STAGES = {
     "catalog",

@@ -16,28 +16,19 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model, ModelSignature
-from mlflow.types.schema import AnyType, ColSpec, DataType, Schema
+from mlflow.models import Model
 from safetensors.torch import load_file
 
 from models.config import DLRMConfig
 from models.quantised import write_quantised
 from pipeline.errors import RegistryError
-from pipeline.registration import scorer
+from pipeline.inference.events import EventRecord
+from pipeline.inference.files import MODEL, PACKED, PLAN, WEIGHTS, hash_files
+from pipeline.inference.mlflow_bodies import signature_of
+from pipeline.inference.request import column_type, columns_of
 from pipeline.registration.config import Default, Weights
-from pipeline.registration.events import EventRecord
-from pipeline.registration.request import column_type, columns_of
 from pipeline.registration.tracking import Tracker, is_unreachable
-from pipeline.registration.versions import (
-    HASHES,
-    MODEL,
-    PACKED,
-    PLAN,
-    WEIGHTS,
-    ModelVersion,
-    hash_files,
-    local_path,
-)
+from pipeline.registration.versions import HASHES, ModelVersion, local_path
 from pipeline.transforms.joins import EventWindow, History
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, link_or_copy, write_json, write_text
@@ -53,11 +44,12 @@ ROUGH_TOLERANCE = 0.02
 """The same if ranks exchange vectors of 11 bits or fewer."""
 CERTAIN = 2.0**-24
 """Probabilities so close to each other are equal. Next to 0 and 1, float32 does not tell their log-odds apart."""
-REQUIREMENTS = (
-    *("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "safetensors"),
-    *("mlflow", "numba", "numpy", "pandas", "pyarrow", "pydantic", "pyiceberg"),
-)
-"""Packages needed to serve the model, pinned at the versions of the training."""
+REQUIREMENTS = ("mlflow", "numba", "numpy", "pandas", "pyarrow", "pydantic", "safetensors", "torch")
+"""Packages that every model needs to score."""
+CROSS_REQUIREMENTS = ("fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec")
+"""Further ones of a model with TorchRec's cross layers. One of the first two is installed."""
+LOG_REQUIREMENTS = ("duckdb", "filelock", "isal", "orjson", "pyiceberg", "sqlalchemy")
+"""Further ones of a model that can read event logs."""
 
 
 def pack(
@@ -134,18 +126,6 @@ def _numbers(items: list[Any] | None) -> list[float] | None:
     return None if items is None else [np.nan if item is None else float(item) for item in items]
 
 
-def signature_of(columns: Mapping[str, str]) -> ModelSignature:
-    """Returns MLflow's signature: the names of the raw columns. Their types are in the model's metadata.
-
-    Every column is optional and of any type, and so all values reach the model. MLflow's own check names no row, knows
-    no defaults, refuses nulls among integers, and makes one row of a dict of lists if a column is an array. It turns a
-    text into a column of its own, which is lost unless the signature names it.
-    """
-    names: list[Any] = [scorer.TEXT, *columns]  # first: only there MLflow accepts 0 as a name
-    inputs: list[Any] = [ColSpec(AnyType(), name=name, required=False) for name in names]
-    return ModelSignature(inputs=Schema(inputs), outputs=Schema([ColSpec(DataType.double, name="probability")]))
-
-
 def register(
     tracker: Tracker,
     run_id: str,
@@ -188,7 +168,7 @@ def register(
             metadata={"columns": columns, "defaults": record["defaults"]},
             input_example=frame.head(3),
             validate_serving_input=False,  # the copy in the registry is, below
-            pip_requirements=_requirements([*REQUIREMENTS, *(["duckdb"] if needed else [])]),
+            pip_requirements=requirements_of(record),
             model_config=no_logs,  # MLflow takes no other names when the model is loaded
         )
         _add_weights(tracker, info.model_id, folder / WEIGHTS)
@@ -261,7 +241,17 @@ def check_probabilities(
         )  # fmt: skip
 
 
-def _requirements(packages: Sequence[str]) -> list[str]:
+def requirements_of(record: Mapping[str, Any]) -> list[str]:
+    """Returns the packages that a packed model needs to score, pinned at the versions of this environment.
+
+    Args:
+        record: The model's, as in its file.
+    """
+    packages = [*REQUIREMENTS]
+    if record["model"]["interaction"] == "dcn":
+        packages += CROSS_REQUIREMENTS
+    if "events" in record:
+        packages += LOG_REQUIREMENTS
     found = []
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):

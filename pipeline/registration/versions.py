@@ -1,8 +1,7 @@
 """Versions in the registry: found by what they were made from, checked against their hashes, fetched."""
 
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,30 +13,21 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
+from pipeline.inference.files import MODEL, PACKED, PLAN, WEIGHTS, check_files
 from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable
-from storage.artifacts import link_or_copy, sha256
+from storage.artifacts import link_or_copy
 from storage.scratch import ScratchFolder
 
-MODEL, PLAN, WEIGHTS = "model.json", "plan.json", "weights.safetensors"
-"""Files of a packed model."""
 IDENTITY = "identity"
 """Tag of a version: the identity of the work it was made from."""
 TRAINED_FROM = "trained_from"
 """Tag of a daily version: the version that it continues, or `scratch`."""
-PACKED = "artifacts/model"
-"""Folder of the packed model among the files of a version."""
-EXAMPLE = "serving_input_example.json"
-"""File of a version: a body for /invocations, made of rows of the training."""
 FILES = "files_sha256"
 """Tag of a version: names and hashes of the packed files as JSON, to detect later damage."""
 SIZE = "size_bytes"
 """Tag of a version: bytes of its weights."""
 HASHES = "hashes.json"
 """File with the same, which the served model finds beside its files."""
-SETTLED_SECONDS = 2.0
-"""Age from which the time of a file tells that nobody has written it since."""
-_hashed: dict[tuple[int, int, int, int], str] = {}
-"""Device, inode, size and time of a file -> its sha256."""
 
 
 class ModelVersion(BaseModel, frozen=True):
@@ -120,38 +110,6 @@ def _read_hashes(tag: str | None, where: str) -> dict[str, str]:
             return found
     remedy = "Train another: python -m flows.train CONFIG force=true."
     raise RegistryError(where, f"hashes of its files in the tag {FILES}", "none", remedy)
-
-
-def check_files(where: str, folder: Path, hashes: Mapping[str, str]) -> None:
-    """Compares the files of a packed model with their hashes.
-
-    Raises:
-        RegistryError: If a file has changed or is missing. Names it.
-    """
-    for name, digest in hashes.items():
-        if not (folder / name).is_file() or _hash(folder / name) != digest:
-            remedy = "Restore them from a copy, or promote another version."
-            raise RegistryError(where, "the files that were registered", f"another {name}", remedy)
-
-
-def hash_files(folder: Path) -> dict[str, str]:
-    """Returns name -> sha256 of the files that `pack` wrote."""
-    return {name: _hash(folder / name) for name in (MODEL, PLAN, WEIGHTS)}
-
-
-def _hash(path: Path) -> str:
-    """Returns the sha256 of a file, which is read once by this process under all its names.
-
-    One that was written just now is read again: its time would not tell another write.
-    """
-    found = path.stat()
-    stamp = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-    if stamp not in _hashed:
-        digest = sha256(path)
-        if time.time() - found.st_mtime < SETTLED_SECONDS:
-            return digest
-        _hashed[stamp] = digest
-    return _hashed[stamp]
 
 
 def is_intact(tracker: Tracker, name: str, version: int, run_id: str) -> bool:

@@ -67,6 +67,9 @@ class RequestModel(Protocol):
     def rank(self, user: Any, candidates: Any) -> RankedRows:
         """Scores a user's candidates."""
 
+    def warm_rest(self) -> None:
+        """Loads what few requests need. It may take seconds, and is called once the version answers."""
+
 
 class LoadedVersion(NamedTuple):
     """A version that is ready to answer."""

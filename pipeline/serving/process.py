@@ -62,9 +62,12 @@ async def _serve(
     server: uvicorn.Server, app: ScoringApp, load: Callable[[Path], RequestModel], listener: socket.socket, channel: int
 ) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=channel))
-    listening = asyncio.create_task(_follow(reader, VersionLoader(app, load, writer), server))
+    loader = VersionLoader(app, load, writer)
+    listening = asyncio.create_task(_follow(reader, loader, server))
     await server.serve(sockets=[listener])
     listening.cancel()
+    if loader.warming is not None:
+        loader.warming.join()  # a process that ends within an import may crash
 
 
 class VersionLoader:
@@ -74,6 +77,7 @@ class VersionLoader:
         self.app, self.load, self.writer = app, load, writer
         self.prepared: dict[int, LoadedVersion] = {}
         self.loading: dict[int, asyncio.Task[None]] = {}
+        self.warming: threading.Thread | None = None
 
     def handle(self, message: Mapping[str, Any]) -> None:
         """Handles a message at once. A load goes on beside the next ones: it may hang."""
@@ -81,7 +85,7 @@ class VersionLoader:
         if what == "prepare":
             self.loading[number] = asyncio.create_task(self._prepare(number, message))
         elif what == "swap":
-            self.app.swap(self.prepared.pop(number))
+            self._swap(self.prepared.pop(number))
             for older in [other for other in (*self.prepared, *self.loading) if other < number]:
                 self._drop(older)
             self._tell("swapped", number)
@@ -90,6 +94,11 @@ class VersionLoader:
         else:
             self._drop(number)
             self._tell("dropped", number)
+
+    def _swap(self, loaded: LoadedVersion) -> None:
+        self.app.swap(loaded)
+        self.warming = threading.Thread(target=_warm_rest, args=(loaded.model,), name="warm", daemon=True)
+        self.warming.start()
 
     def _drop(self, number: int) -> None:
         self.prepared.pop(number, None)
@@ -149,6 +158,19 @@ async def _in_thread(function: Callable[[], T]) -> T:
 
 def _load(load: Callable[[Path], RequestModel], folder: Path) -> RequestModel:
     model = load(folder)
-    gc.collect()
-    gc.freeze()  # a search through all modules would delay an answer by a tenth of a second
+    _freeze()
     return model
+
+
+def _warm_rest(model: RequestModel) -> None:
+    try:
+        model.warm_rest()
+    except Exception:  # the request that needs it tries again, and gets the error
+        log.debug("warm", exc_info=True)
+    _freeze()
+
+
+def _freeze() -> None:
+    """Takes all that is loaded out of the search for garbage, which would delay an answer by a tenth of a second."""
+    gc.collect()
+    gc.freeze()

@@ -23,7 +23,7 @@ from torchrec.optim.optimizers import SGD, Adagrad, Adam
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from models.quantised import TABLES
+from models.tables import TABLES
 from pipeline.training.config import TrainConfig
 from pipeline.training.tables.bags import set_update_number
 from pipeline.training.tables.sharding import iter_lookups

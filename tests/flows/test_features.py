@@ -12,11 +12,11 @@ from flows.preprocess import preprocess
 from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError
+from pipeline.inference.model import LoadedModel
+from pipeline.inference.request import columns_of
 from pipeline.jobs.training.job import resolve_dataset, resolve_job
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.request import columns_of
-from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.versions import download_packed
 from tests.homes import CONFIG, open_smoke, rows_of, write_days
 

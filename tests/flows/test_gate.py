@@ -13,12 +13,12 @@ from flows.train import train
 from pipeline.config import load
 from pipeline.errors import RegistryError
 from pipeline.evaluation.gate import Verdict
+from pipeline.inference.model import LoadedModel
 from pipeline.jobs.training import evaluate
 from pipeline.jobs.training.job import count_parts, resolve_job
 from pipeline.jobs.training.provenance import RECORD, fetch_record
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder, list_moves, move_alias
-from pipeline.registration.scorer import LoadedModel
 from tests.homes import CONFIG, open_smoke
 
 LIGHT = ("training.world_size=1", "training.threads_per_rank=1", "preprocessing.executor=inline")

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from pipeline.config import load
+from pipeline.inference.model import LoadedModel
 from pipeline.jobs.training.evaluate import evaluate
 from pipeline.jobs.training.finish import register
 from pipeline.jobs.training.job import resolve_job
@@ -16,7 +17,6 @@ from pipeline.jobs.training.train import TrainingResult
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import raw_frame
-from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.versions import download_packed
 from storage.artifacts import sha256
 

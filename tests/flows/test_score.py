@@ -11,8 +11,8 @@ import pytest
 from flows.ingest import ingest
 from flows.score import score
 from pipeline.config.files import ROOT
+from pipeline.inference.model import LoadedModel
 from pipeline.registration.aliases import CHAMPION, list_versions, move_alias
-from pipeline.registration.scorer import LoadedModel
 from tests.homes import CONFIG, open_smoke, read_rows
 
 KEEP = ("label", "cat_user", "list_interests", "event_time")

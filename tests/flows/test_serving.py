@@ -24,12 +24,12 @@ from mlflow.pyfunc import PyFuncModel
 
 from flows.end_to_end import end_to_end
 from pipeline.config import RunConfig, load
+from pipeline.inference.model import LoadedModel
 from pipeline.jobs.training import finish
 from pipeline.jobs.training.job import resolve_job
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.register import raw_frame
-from pipeline.registration.scorer import LoadedModel
 
 DAYS, DAY_ROWS = 4, 150
 BIG = 2**62

@@ -9,7 +9,7 @@ import pytest
 from flows.end_to_end import end_to_end
 from pipeline.config import load
 from pipeline.errors import ConfigError
-from pipeline.registration.scorer import LoadedModel
+from pipeline.inference.model import LoadedModel
 from pipeline.registration.versions import download_packed
 from tests.homes import CONFIG, open_smoke
 from tests.quality import quality

@@ -21,6 +21,7 @@ from flows.score import score
 from flows.train import train
 from pipeline.config import load
 from pipeline.errors import ConfigError
+from pipeline.inference.model import LoadedModel
 from pipeline.jobs.training import finish
 from pipeline.jobs.training.job import open_training_run, resolve_job
 from pipeline.jobs.training.summary import CURVES, STALL_CURVES
@@ -28,7 +29,6 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import list_versions
 from pipeline.registration.register import raw_frame
-from pipeline.registration.scorer import LoadedModel
 from tests.homes import CONFIG, open_smoke
 from tests.quality import quality
 

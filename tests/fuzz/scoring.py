@@ -20,8 +20,10 @@ from safetensors.torch import save_file
 from models.config import DLRMConfig
 from models.dlrm import DLRM
 from pipeline.errors import InputError
-from pipeline.registration.register import pack, signature_of
-from pipeline.registration.scorer import LoadedModel, Scorer
+from pipeline.inference.mlflow_bodies import signature_of
+from pipeline.inference.model import LoadedModel
+from pipeline.registration.register import pack
+from pipeline.registration.scorer import Scorer
 from pipeline.transforms.plan.plan import build_plan
 from pipeline.transforms.schema import FeatureSchema
 from tests.fuzz.harness import Case, require

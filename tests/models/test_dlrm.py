@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models.config import DLRMConfig, SparseFeature
-from models.dlrm import DLRM, SharedFeatures, tables_of
+from models.dlrm import DLRM, SharedFeatures
+from models.tables import tables_of
 
 BAGS = (
     SparseFeature("user", "user", 11, "sum"),
@@ -71,17 +72,17 @@ def test_no_top_layers_leave_one_linear() -> None:
 
 
 def test_features_of_one_table_share_it() -> None:
-    tables = tables_of(DLRMConfig(embedding_width=4), BAGS)
-    assert [(table.name, table.num_embeddings, table.feature_names) for table in tables] == [
-        ("user", 11, ["user"]),
-        ("item", 7, ["seen", "item"]),
+    tables = tables_of(BAGS)
+    assert [(table.name, table.rows, table.features) for table in tables] == [
+        ("user", 11, ("user",)),
+        ("item", 7, ("seen", "item")),
     ]
 
 
 @pytest.mark.parametrize("other", [SparseFeature("b", "t", 6, "sum"), SparseFeature("b", "t", 5, "mean")])
 def test_features_of_one_table_must_agree(other: SparseFeature) -> None:
     with pytest.raises(ValueError, match=r"table 't': its features \['a', 'b'\] must agree in size and pooling"):
-        tables_of(DLRMConfig(), [SparseFeature("a", "t", 5, "sum"), other])
+        tables_of([SparseFeature("a", "t", 5, "sum"), other])
 
 
 def test_one_vector_has_no_pair() -> None:

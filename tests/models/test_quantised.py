@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from models import quantised
-from models.config import DLRMConfig, SparseFeature
-from models.dlrm import tables_of
-from models.quantised import TABLES, QuantisedBags, write_quantised
+from models.config import SparseFeature
+from models.quantised import QuantisedBags, write_quantised
+from models.tables import TABLES, tables_of
 
 BAGS = (
     SparseFeature("a", "shared", 40, "sum"),
@@ -29,9 +28,9 @@ def weights() -> dict[str, torch.Tensor]:
     """Rows of different magnitude, one of them constant, one with a single value that is not zero."""
     random = torch.Generator().manual_seed(3)
     found = {}
-    for table in tables_of(DLRMConfig(embedding_width=WIDTH), (*BAGS, KEPT)):
-        rows = torch.randn(table.num_embeddings, WIDTH, generator=random)
-        rows *= torch.logspace(-4, 2, table.num_embeddings).unsqueeze(1)
+    for table in tables_of((*BAGS, KEPT)):
+        rows = torch.randn(table.rows, WIDTH, generator=random)
+        rows *= torch.logspace(-4, 2, table.rows).unsqueeze(1)
         rows[1], rows[2] = -3.25, torch.tensor([0.0, 0.0, 7.5, 0.0, 0.0])
         found[f"{TABLES}{table.name}.weight"] = rows
     return found | {"top.0.weight": torch.randn(4, 4, generator=random)}
@@ -51,7 +50,7 @@ def rounded() -> dict[str, torch.Tensor]:
 
 
 def loaded() -> QuantisedBags:
-    bags = QuantisedBags(tables_of(DLRMConfig(embedding_width=WIDTH), (*BAGS, KEPT)))
+    bags = QuantisedBags(tables_of((*BAGS, KEPT)), WIDTH)
     tables = {name: value for name, value in rounded().items() if name.startswith(TABLES)}
     bags.load_state_dict({name.removeprefix("embeddings."): value for name, value in tables.items()})
     return bags
@@ -74,17 +73,14 @@ def test_a_number_is_off_by_at_most_half_a_step_of_its_row(name):
 @pytest.mark.parametrize("ids", [torch.int64, torch.int32])
 def test_lists_are_summed_or_averaged_and_empty_ones_are_zeros(ids):
     lists = {"a": [[1, 2, 39], [], [2]], "b": [[], [29, 29, 0, 4], []], "c": [[39], [0, 1], []], "d": [[4], [], [0, 1]]}
-    flat = [bag for column in lists.values() for bag in column]
-    sparse = KeyedJaggedTensor(
-        keys=list(lists),
-        values=torch.tensor([i for bag in flat for i in bag], dtype=ids),
-        lengths=torch.tensor([len(bag) for bag in flat], dtype=torch.int32),
-    )
-    pooled = loaded()(sparse)
-    assert pooled.keys() == list(lists)
+    tables = loaded().embedding_bags
     for bag in (*BAGS, KEPT):
-        rows = weights()[f"{TABLES}{'type_' if bag.table == 'type' else bag.table}.weight"].double().numpy()
-        for vector, picked in zip(pooled[bag.name].double().numpy(), lists[bag.name], strict=True):
+        table = "type_" if bag.table == "type" else bag.table
+        rows = weights()[f"{TABLES}{table}.weight"].double().numpy()
+        flat = torch.tensor([i for picked in lists[bag.name] for i in picked], dtype=ids)
+        offsets = torch.tensor([0, *np.cumsum([len(picked) for picked in lists[bag.name]])])
+        pooled = tables[table](flat, offsets).double().numpy()
+        for vector, picked in zip(pooled, lists[bag.name], strict=True):
             expected = np.zeros(WIDTH)
             bound = 1e-5
             for i in picked:
@@ -94,12 +90,9 @@ def test_lists_are_summed_or_averaged_and_empty_ones_are_zeros(ids):
 
 
 def test_no_ids_and_no_rows():
-    bags = loaded()
-    none = torch.empty(0, dtype=torch.int64)
-    empty = KeyedJaggedTensor(keys=["a", "b"], values=none, lengths=torch.zeros(6, dtype=torch.int32))
-    assert torch.equal(bags(empty).values(), torch.zeros(3, 2 * WIDTH))
-    empty = KeyedJaggedTensor(keys=["a", "b"], values=none, lengths=torch.zeros(0, dtype=torch.int32))
-    assert bags(empty).values().shape == (0, 2 * WIDTH)
+    table, none = loaded().embedding_bags["shared"], torch.empty(0, dtype=torch.int64)
+    assert torch.equal(table(none, torch.zeros(4, dtype=torch.int64)), torch.zeros(3, WIDTH))
+    assert table(none, torch.zeros(1, dtype=torch.int64)).shape == (0, WIDTH)
 
 
 def test_only_the_tables_change():

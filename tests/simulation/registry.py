@@ -326,7 +326,7 @@ def simulated(run: Run) -> Iterator[None]:
     moment = SimpleNamespace(datetime=clock, UTC=datetime.UTC, timedelta=datetime.timedelta)
     with ExitStack() as stack:
         for owner, name, value in (
-            (register, "mlflow", library), (register, "_requirements", list), (tracking, "os", own),
+            (register, "mlflow", library), (register, "requirements_of", list), (tracking, "os", own),
             (register, "Model", SimpleNamespace(log=run.log_model)), (register, "link_or_copy", copy),
             (tracking, "_lives", lambda tags: tags["dlrm.pid"] == str(process())),
             (tracking, "SystemMetricsMonitor", Monitor),

@@ -16,6 +16,8 @@ from ray.exceptions import RayError, RayTaskError
 from safetensors.torch import load_file
 
 from pipeline.errors import ConfigError, TrainingError
+from pipeline.inference.files import MODEL, PLAN, WEIGHTS
+from pipeline.inference.model import LoadedModel
 from pipeline.jobs.console import one_line
 from pipeline.jobs.evaluation.scorers import Comparison, PortionScorer, PortionSums
 from pipeline.jobs.workspace import Workspace
@@ -24,8 +26,6 @@ from pipeline.preprocessing.ray_executor import VARIABLES, count_room
 from pipeline.preprocessing.transport.addresses import find_cluster
 from pipeline.processes.build import Build, read_build, require_same
 from pipeline.processes.ray_cluster import join_cluster
-from pipeline.registration.scorer import LoadedModel
-from pipeline.registration.versions import MODEL, PLAN, WEIGHTS
 from pipeline.sealed import Letterbox, seal
 from pipeline.training.config import TrainConfig
 from storage.reader import Fragment

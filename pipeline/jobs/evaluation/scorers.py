@@ -13,10 +13,10 @@ from pydantic import BaseModel
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import Evaluation, ScoredRows
 from pipeline.evaluation.metrics import Floats
+from pipeline.inference.model import BATCH_ROWS, LoadedModel
 from pipeline.jobs.console import one_line
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.scorer import BATCH_ROWS, LoadedModel
 from storage.reader import Fragment
 
 PortionSums = tuple[int, Evaluation, str | None]

@@ -13,6 +13,7 @@ from pipeline.evaluation import plots
 from pipeline.evaluation.policy import Decision, decide
 from pipeline.evaluation.record import describe_numbers
 from pipeline.evaluation.series import BacktestResult, DaySums
+from pipeline.inference.model import plan_of
 from pipeline.jobs.columns import warn_of_columns
 from pipeline.jobs.console import step
 from pipeline.jobs.evaluation.trained import read_as_trained
@@ -46,7 +47,6 @@ from pipeline.jobs.training.provenance import trained_sources
 from pipeline.jobs.training.register import register_run
 from pipeline.jobs.training.train import TRAINED, train
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.scorer import plan_of
 from pipeline.registration.sections import find_metric
 from pipeline.registration.tracking import RESULT
 from pipeline.registration.versions import download_packed

@@ -10,10 +10,11 @@ from pathlib import Path
 from mlflow.exceptions import MlflowException
 
 from pipeline.errors import ContractError, RegistryError
+from pipeline.inference.files import EXAMPLE
 from pipeline.jobs.console import one_line
 from pipeline.registration.aliases import choose_version, find_holder, list_versions, no_champion
 from pipeline.registration.tracking import Tracker, is_unreachable
-from pipeline.registration.versions import EXAMPLE, download_part, fetch_packed
+from pipeline.registration.versions import download_part, fetch_packed
 from pipeline.serving.config import ServedVersion, ServingConfig
 from pipeline.serving.supervisor import FetchedVersion, Supervisor
 

@@ -10,12 +10,12 @@ from pydantic import BaseModel
 
 from pipeline.config.files import ROOT
 from pipeline.data.joined.materialized import require_materialized
+from pipeline.inference.model import LoadedModel
 from pipeline.jobs.console import step
 from pipeline.jobs.evaluation.trained import sources_as_trained
 from pipeline.jobs.training.provenance import trained_sources
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import choose_version
-from pipeline.registration.scorer import LoadedModel
 from pipeline.registration.tracking import Tracker
 from pipeline.registration.versions import download_packed
 from pipeline.scoring.score import SCORES, plan_scoring, score

@@ -10,9 +10,9 @@ from pipeline.serving.config import ServingConfig
 from pipeline.serving.process import run_process
 
 if TYPE_CHECKING:
-    from pipeline.registration.served import ServedModel
+    from pipeline.inference.served import ServedModel
 
-SERVED = "pipeline.registration.served"
+SERVED = "pipeline.inference.served"
 """What every version needs. It takes seconds to import."""
 
 
@@ -20,8 +20,8 @@ def load(folder: Path, config: ServingConfig) -> "ServedModel":
     """Loads a version that was downloaded to a folder, and makes it ready to answer."""
     import torch  # the process answers while another thread imports this
 
-    from pipeline.registration.served import open_served
-    from pipeline.registration.versions import EXAMPLE, PACKED
+    from pipeline.inference.files import EXAMPLE, PACKED
+    from pipeline.inference.served import open_served
 
     torch.set_num_threads(config.threads)
     model = open_served(folder / PACKED, config.log_keep if config.log else {})

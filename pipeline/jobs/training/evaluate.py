@@ -28,6 +28,7 @@ from pipeline.evaluation.evaluate import EvalReport, Evaluation
 from pipeline.evaluation.gate import UNLESS_KNOWN, Verdict, compare, judge_first
 from pipeline.evaluation.importance import ImportanceEstimator
 from pipeline.evaluation.record import FeatureImportance, describe_quality
+from pipeline.inference.model import LoadedModel, plan_of
 from pipeline.jobs.console import Progress, one_line, step
 from pipeline.jobs.evaluation.parallel import evaluate_portions
 from pipeline.jobs.evaluation.scorers import Comparison, read_outcomes
@@ -42,7 +43,6 @@ from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import CHALLENGER, CHAMPION, find_holder, lost_champion, move_alias
 from pipeline.registration.config import Weights
 from pipeline.registration.register import pack
-from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.tracking import is_disk_error, is_unreachable
 from pipeline.registration.versions import download_packed
 from storage.reader import DAY

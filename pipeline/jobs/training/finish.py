@@ -13,6 +13,8 @@ from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
 from pipeline.evaluation.record import FeatureImportance, describe_quality
+from pipeline.inference.files import WEIGHTS, hash_files
+from pipeline.inference.model import LoadedModel, plan_of
 from pipeline.jobs.code_version import noted_code, trained_by
 from pipeline.jobs.console import step
 from pipeline.jobs.outcome import DECIDED, run_address
@@ -45,19 +47,9 @@ from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.journal import Journal
 from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_probabilities
 from pipeline.registration.register import register as put_into_registry
-from pipeline.registration.scorer import LoadedModel, plan_of
 from pipeline.registration.sections import find_metric
 from pipeline.registration.tracking import CONFIG, FEATURES, RESULT, SHARDING_PLAN, reporting_unreachable
-from pipeline.registration.versions import (
-    FILES,
-    IDENTITY,
-    SIZE,
-    WEIGHTS,
-    ModelVersion,
-    download_packed,
-    find_registered,
-    hash_files,
-)
+from pipeline.registration.versions import FILES, IDENTITY, SIZE, ModelVersion, download_packed, find_registered
 from storage.artifacts import read_note, write_text
 from storage.scratch import ScratchFolder
 

@@ -23,6 +23,7 @@ from pipeline.data.selection import Selection, check_sampling, select
 from pipeline.errors import ColumnError, ConfigError, EmptyDatasetError
 from pipeline.evaluation.config import GateConfig
 from pipeline.extraction.config import refuse_outcomes
+from pipeline.inference.request import check_defaults, columns_of
 from pipeline.jobs.code_version import hash_lock_file, read_commit
 from pipeline.jobs.columns import warn_of_clocks
 from pipeline.jobs.leaks import refuse_leaks
@@ -31,7 +32,6 @@ from pipeline.jobs.training.identity import identity as identity_of
 from pipeline.jobs.workspace import Workspace, exclusive_dir
 from pipeline.preprocessing.dataset import DataSpec, count_rows, fit_plan, sort_sources
 from pipeline.processes.build import hash_sources
-from pipeline.registration.request import check_defaults, columns_of
 from pipeline.registration.tracking import CONFIG, reporting_unreachable
 from pipeline.registration.versions import IDENTITY, find_versions, is_intact
 from pipeline.transforms.plan.carry_over import Start

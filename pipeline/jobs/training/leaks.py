@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.alone import Alone, look_at_lists, look_at_numbers
+from pipeline.inference.model import plan_of
 from pipeline.jobs.evaluation.scorers import read_outcomes, rename_columns
 from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
-from pipeline.registration.scorer import plan_of
 from pipeline.transforms.column import concatenate
 from storage.layout.columns import spread
 from storage.warehouse import Warehouse

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from models.dlrm import tables_of
+from models.tables import tables_of
 from pipeline.config import RunConfig, load
 from pipeline.errors import ConfigError, RegistryError
 from pipeline.jobs.console import step
@@ -108,10 +108,10 @@ def _replay(
     old = fetch_record(workspace.tracking, name, version)
     workspace = workspace.with_config(_make_config(old, workspace, overrides))
     job = pin_replay(workspace, old, f"{name}-{version}", checkpoint)
-    tables = tables_of(workspace.config.model, job.plan.sparse)
+    width = workspace.config.model.embedding_width
     check_plan(
         old.placement,
-        {table.name: (table.num_embeddings, table.embedding_dim) for table in tables},
+        {table.name: (table.rows, width) for table in tables_of(job.plan.sparse)},
         workspace.config.training.world_size,
         f"{RECORD} of model '{name}', version {version}, key 'placement'",
     )

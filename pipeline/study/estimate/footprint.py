@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from torchrec.modules.embedding_configs import DataType
 
 from models.config import SparseFeature
-from models.dlrm import DLRM, module_name
+from models.dlrm import DLRM
+from models.tables import module_name
 from pipeline.config.files import read_yaml
 from pipeline.errors import ConfigError
 from pipeline.jobs.console import step

@@ -6,8 +6,8 @@ import torch
 from pydantic import BaseModel
 
 from models.config import DLRMConfig, SparseFeature
-from models.dlrm import Labels, axes_of, module_name
-from models.quantised import TABLES
+from models.dlrm import Labels, axes_of
+from models.tables import TABLES, module_name
 
 STATES = ("model/", "average/", "dense/", "tables/")
 """Prefixes of tensor names in a checkpoint."""

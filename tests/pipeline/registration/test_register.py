@@ -10,10 +10,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from models.config import DLRMConfig
-from models.quantised import TABLES
+from models.tables import TABLES
 from pipeline.errors import RegistryError
+from pipeline.inference.model import LoadedModel
 from pipeline.registration.register import TOLERANCE, check_probabilities, pack
-from pipeline.registration.scorer import LoadedModel
 from pipeline.transforms.schema import FeatureSchema
 
 ROWS = 20_000

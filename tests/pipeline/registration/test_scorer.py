@@ -16,9 +16,11 @@ from mlflow.pyfunc.model import _PythonModelPyfuncWrapper
 
 from models.config import DLRMConfig
 from pipeline.errors import InputError
-from pipeline.registration.register import pack, raw_frame, signature_of
-from pipeline.registration.request import column_type
-from pipeline.registration.scorer import LoadedModel, Scorer
+from pipeline.inference.mlflow_bodies import signature_of
+from pipeline.inference.model import LoadedModel
+from pipeline.inference.request import column_type
+from pipeline.registration.register import pack, raw_frame
+from pipeline.registration.scorer import Scorer
 from pipeline.transforms.schema import FeatureSchema
 
 SCHEMA = FeatureSchema.model_validate(

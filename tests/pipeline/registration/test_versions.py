@@ -15,24 +15,12 @@ import pytest
 from mlflow.pyfunc import PythonModelContext
 
 from pipeline.errors import AccessError, RegistryError, TrackingError
-from pipeline.registration import versions
+from pipeline.inference import files
+from pipeline.inference.files import EXAMPLE, MODEL, PLAN, WEIGHTS, check_files, hash_files
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.scorer import Scorer
 from pipeline.registration.tracking import RESULT, Tracker, reporting_unreachable
-from pipeline.registration.versions import (
-    EXAMPLE,
-    FILES,
-    HASHES,
-    MODEL,
-    PLAN,
-    SIZE,
-    WEIGHTS,
-    check_files,
-    download_packed,
-    download_part,
-    hash_files,
-    is_intact,
-)
+from pipeline.registration.versions import FILES, HASHES, SIZE, download_packed, download_part, is_intact
 from storage.artifacts import link_or_copy
 
 CONTENTS = {MODEL: b"{}", PLAN: b"[]", WEIGHTS: bytes(range(256))}
@@ -81,8 +69,8 @@ def test_a_version_of_this_machine_is_linked_and_outlives_its_removal(registry, 
 
 
 def test_a_file_is_read_once_under_all_its_names_until_it_changes(packed, tmp_path, monkeypatch):
-    read, plain = list[str](), versions.sha256
-    monkeypatch.setattr(versions, "sha256", lambda path: read.append(path.name) or plain(path))
+    read, plain = list[str](), files.sha256
+    monkeypatch.setattr(files, "sha256", lambda path: read.append(path.name) or plain(path))
     settle(packed)
     other = tmp_path / "other"
     other.mkdir()
@@ -111,8 +99,8 @@ def test_a_version_is_intact_if_its_files_are_those_of_the_registration(registry
     tracker, version = registry({FILES: json.dumps(hash_files(packed)), SIZE: f"{len(CONTENTS[WEIGHTS])}"})
     run_id = tracker.start("r", {}, {}, None)
     tracker.log_json(run_id, {"status": "ok"}, RESULT)
-    read, plain = list[str](), versions._hash
-    monkeypatch.setattr(versions, "_hash", lambda path: read.append(path.name) or plain(path))
+    read, plain = list[str](), files._hash
+    monkeypatch.setattr(files, "_hash", lambda path: read.append(path.name) or plain(path))
     if harm is not None:
         HARMS[harm][0](packed)
     assert is_intact(tracker, "m", version, run_id) == (harm is None)

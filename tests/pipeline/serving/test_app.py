@@ -17,9 +17,9 @@ import pytest
 
 from models.config import DLRMConfig
 from pipeline.config.files import ROOT
+from pipeline.inference.model import LoadedModel
+from pipeline.inference.served import ServedModel
 from pipeline.registration.register import pack
-from pipeline.registration.scorer import LoadedModel
-from pipeline.registration.served import ServedModel
 from pipeline.serving.app import LoadedVersion, ScoringApp
 from pipeline.serving.bodies import ARROW, write_arrow
 from pipeline.serving.config import ServedVersion, ServingConfig

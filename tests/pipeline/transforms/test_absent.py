@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import ColumnError
-from pipeline.registration.request import columns_of
+from pipeline.inference.request import columns_of
 from pipeline.transforms.plan.dedup import DedupPlan
 from pipeline.transforms.plan.plan import Plan, build_plan
 from pipeline.transforms.schema import FeatureSchema

@@ -19,6 +19,7 @@ from pipeline.config import load
 from pipeline.errors import ConfigError, ContractError, DataError, TrainingError
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import Evaluation
+from pipeline.inference.model import LoadedModel
 from pipeline.jobs.evaluation import parallel
 from pipeline.jobs.evaluation.parallel import evaluate_portions
 from pipeline.jobs.evaluation.scorers import Comparison, RowScorer
@@ -27,7 +28,6 @@ from pipeline.preprocessing.dataset import DataSpec
 from pipeline.preprocessing.worker import Worker
 from pipeline.processes.process import LOCAL_RAY
 from pipeline.registration.register import pack
-from pipeline.registration.scorer import LoadedModel
 from storage.reader import DAY
 from tests.ports import free_port
 

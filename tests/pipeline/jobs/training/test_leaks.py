@@ -12,11 +12,11 @@ from pipeline.data.alone import Alone
 from pipeline.data.selection import Selection
 from pipeline.evaluation.config import EvaluationConfig
 from pipeline.evaluation.evaluate import Evaluation, ScoredRows
+from pipeline.inference.files import PLAN
 from pipeline.jobs.training.evaluate import Scored, decide
 from pipeline.jobs.training.leaks import describe_leaks, find_leaks
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec, fit_plan
-from pipeline.registration.versions import PLAN
 from pipeline.transforms.plan.plan import build_plan
 from tests.homes import open_smoke, rows_of, write_days
 

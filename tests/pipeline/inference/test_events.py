@@ -1,5 +1,7 @@
 """A served model computes histories and windows from event logs that its caller names."""
 
+import json
+import subprocess
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -11,11 +13,13 @@ import pytest
 
 from models.config import DLRMConfig
 from pipeline.errors import ConfigError, InputError
-from pipeline.registration.register import pack, raw_frame
-from pipeline.registration.scorer import LoadedModel
+from pipeline.inference.files import MODEL
+from pipeline.inference.model import LoadedModel
+from pipeline.registration.register import pack, raw_frame, requirements_of
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
+from tests.bare import run_with
 from tests.pipeline.data.joined.logs import by_day, cut, events, sample_rows
 from tests.pipeline.data.joined.tables import stored
 
@@ -96,6 +100,23 @@ def test_lists_and_windows_are_those_of_a_loop_over_the_rows(folder, log, rows, 
     with pytest.raises(InputError, match="none named visits_count_7200"):
         one.probabilities(frame)
     assert len(reading.probabilities(frame[:0])) == 0
+
+
+def test_logs_are_read_with_the_requirements_alone(folder, rows, tmp_path):
+    requirements = requirements_of(json.loads((folder / MODEL).read_text()))
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    code = f"""
+from pathlib import Path
+import pyarrow.parquet as pq
+import pipeline.registration.scorer
+from pipeline.inference.model import LoadedModel
+files = ["{tmp_path}/a.parquet", "{tmp_path}/b.parquet"]
+loaded = LoadedModel(Path("{folder}"), logs={{"watched": files, "visits/*.parquet": files}})
+assert len(loaded.probabilities(pq.read_table("{tmp_path}/rows.parquet"))) == {len(rows)}
+"""
+    run_with(requirements, code)
+    with pytest.raises(subprocess.CalledProcessError):
+        run_with([one for one in requirements if not one.startswith("isal")], code)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pyarrow as pa
 import torch
 
 from pipeline.errors import InputError
-from pipeline.registration.invocations import of_records
-from pipeline.registration.request import table_of
-from pipeline.registration.scorer import BATCH_ROWS, LoadedModel, check_finite
+from pipeline.inference.invocations import of_records
+from pipeline.inference.model import BATCH_ROWS, LoadedModel, check_finite
+from pipeline.inference.request import table_of
 from pipeline.transforms.plan.plan import Plan
 
 REMEDY = 'Send {"user": {column: value}, "candidates": [{column: value}, ...]}.'

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import ConfigError, InputError
+from pipeline.inference.request import TYPES, check_defaults, table_of
 from pipeline.registration.config import RegistrationConfig
-from pipeline.registration.request import TYPES, check_defaults, table_of
 from pipeline.serving.bodies import read_tensors
 
 VALUES = {

@@ -15,10 +15,12 @@ from mlflow.pyfunc import scoring_server
 from mlflow.pyfunc.model import _PythonModelPyfuncWrapper
 
 from models.config import DLRMConfig
-from pipeline.registration.invocations import InvocationReader, plain_columns
-from pipeline.registration.register import pack, raw_frame, signature_of
-from pipeline.registration.scorer import LoadedModel, Scorer
-from pipeline.registration.served import ServedModel
+from pipeline.inference.invocations import InvocationReader, plain_columns
+from pipeline.inference.mlflow_bodies import signature_of
+from pipeline.inference.model import LoadedModel
+from pipeline.inference.served import ServedModel
+from pipeline.registration.register import pack, raw_frame
+from pipeline.registration.scorer import Scorer
 from pipeline.serving.app import LoadedVersion, ScoringApp
 from pipeline.serving.config import ServedVersion, ServingConfig
 from pipeline.serving.metrics import ServerMetrics

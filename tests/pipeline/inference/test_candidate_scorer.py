@@ -8,9 +8,9 @@ import pytest
 
 from models.config import DLRMConfig
 from pipeline.errors import InputError
-from pipeline.registration.candidate_scorer import CandidateScorer
+from pipeline.inference.candidate_scorer import CandidateScorer
+from pipeline.inference.model import LoadedModel
 from pipeline.registration.register import pack
-from pipeline.registration.scorer import LoadedModel
 from pipeline.transforms.plan.plan import Plan
 from pipeline.transforms.schema import FeatureSchema
 

@@ -4,28 +4,23 @@ Most bodies are plain: one type in each column and no number that a float cannot
 MLflow's own code reads all others, so that each row gets the answer or the error that the pyfunc gives.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-from mlflow.exceptions import MlflowException
-from mlflow.models import Model
-from mlflow.pyfunc import PyFuncModel
-from mlflow.pyfunc.scoring_server import SUPPORTED_FORMATS, infer_and_parse_data
 
 from pipeline.errors import InputError
-from pipeline.registration.register import signature_of
-from pipeline.registration.request import EXACT_FLOAT
-from pipeline.registration.scorer import LoadedModel, as_sent
+from pipeline.inference.model import LoadedModel
+from pipeline.inference.request import EXACT_FLOAT
+
+if TYPE_CHECKING:
+    from pipeline.inference.mlflow_bodies import MlflowReader
 
 Columns = Mapping[str, Sequence[Any]]
-REMEDY = "Send one of dataframe_split, dataframe_records, inputs and instances, as docs/serving.md shows."
 
 
 class InvocationReader:
@@ -33,9 +28,7 @@ class InvocationReader:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
-        reader = SimpleNamespace(predict=lambda rows: loaded.table_of(as_sent(rows, loaded.columns)))
-        signature = signature_of(loaded.columns)
-        self.schema, self.through_mlflow = signature.inputs, PyFuncModel(Model(signature=signature), reader)
+        self._mlflow: MlflowReader | None = None
 
     def read(self, body: bytes) -> pa.Table:
         """Returns the rows of a JSON body.
@@ -69,23 +62,11 @@ class InvocationReader:
         Raises:
             InputError: As `read`.
         """
-        try:
-            request = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise InputError("body", "JSON text", f"{error}"[:120], "Correct the text.") from None
-        if not isinstance(request, dict):
-            raise InputError("body", "a JSON object", type(request).__name__, REMEDY)
-        parts = {name: value for name, value in request.items() if name in SUPPORTED_FORMATS}
-        try:
-            return self.through_mlflow.predict(infer_and_parse_data(parts, self.schema))
-        except InputError:
-            raise
-        except Exception as error:  # pandas raises almost any exception
-            raise InputError("body", "rows in MLflow's schema", f"'{_reason(error):.200}'", REMEDY) from None
+        if self._mlflow is None:
+            from pipeline.inference.mlflow_bodies import MlflowReader  # takes seconds to import
 
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error.message if isinstance(error, MlflowException) else error).split())
+            self._mlflow = MlflowReader(self.loaded.columns, self.loaded.table_of)
+        return self._mlflow.read(body)
 
 
 def plain_columns(body: bytes, known: Collection[str] = ()) -> Columns | None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 
-from pipeline.registration.candidate_scorer import CandidateScorer, Ranking
-from pipeline.registration.invocations import InvocationReader, of_records
-from pipeline.registration.request import TYPES, table_of
-from pipeline.registration.scorer import LoadedModel, check_finite
+from pipeline.inference.candidate_scorer import CandidateScorer, Ranking
+from pipeline.inference.invocations import InvocationReader, of_records, plain_columns
+from pipeline.inference.model import LoadedModel, check_finite
+from pipeline.inference.request import TYPES, table_of
 
 WARM_ROWS = (1, 1_000)
 
@@ -84,18 +85,22 @@ class ServedModel:
         return ranking._replace(candidates=rows)
 
     def warm(self, example: Path | None = None) -> None:
-        """Compiles and loads what the first requests would wait for.
+        """Compiles and loads what the first plain requests would wait for.
 
         Args:
             example: File with a body. None, or no such file: only rows without any value.
         """
-        bodies = [example.read_bytes()] if example is not None and example.is_file() else []
         samples = [pa.table({name: pa.nulls(1, TYPES[kind]) for name, kind in self.columns.items()})]
-        for body in bodies:
-            samples += [self.read_invocation(body), self.invocations.read_through_mlflow(body)]
+        if example is not None and example.is_file() and (sent := plain_columns(example.read_bytes(), self.columns)):
+            samples.append(self.table_of(sent))
         for rows in samples:
             for count in WARM_ROWS:
                 self.score_rows(pa.concat_tables([rows] * count).slice(0, count))
+
+    def warm_rest(self) -> None:
+        """Loads what reads all other bodies: MLflow, which takes seconds. Any thread may call it."""
+        body = {"dataframe_split": {"columns": [*self.columns], "data": [[None] * len(self.columns)]}}
+        self.invocations.read_through_mlflow(orjson.dumps(body))
 
 
 def open_served(folder: Path, keep: Mapping[str, str] = MappingProxyType({})) -> ServedModel:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pipeline.data.joined.reader import SourceColumns
 from pipeline.data.joined.source import FeatureSource, added_columns, pin_sources
 from pipeline.errors import ConfigError, closest_names
-from pipeline.registration.request import TYPES, fits
+from pipeline.inference.request import TYPES, fits
 from pipeline.transforms.joins import EventWindow, History
 from pipeline.transforms.plan.schedule import single_array
 from storage.config import WarehouseConfig
