@@ -206,9 +206,11 @@ class Warehouse:
             return {}
         days = self._days(reference_of(table))
         many = sum(len(one.sizes) for one in days.values()) > MOST_ASKED
-        sizes = _list_sizes(table) if many and isinstance(table.io, PyArrowFileIO) else {}
+        if many and isinstance(table.io, PyArrowFileIO):
+            sizes = _list_sizes(table)
+            return {day: one.name for day, one in days.items() if _are_whole(table.io, sizes, one)}
         with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-            whole = zip(days.items(), pool.map(partial(_are_whole, table.io, sizes), days.values()), strict=True)
+            whole = zip(days.items(), pool.map(partial(_are_whole, table.io, {}), days.values()), strict=True)
             return {day: one.name for (day, one), found in whole if found}
 
     def tag(self, reference: SnapshotRef, tag: str) -> None:

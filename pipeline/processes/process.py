@@ -41,6 +41,9 @@ LIBRARY_ENVIRONMENT = {
 LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 """System settings of a Ray cluster that a training or a service starts for itself. At Ray's niceness, 15, a process
 gets 3 % of a busy processor. The processes that Ray starts in advance lack our environment and are never used."""
+SEARCHES = (2_000, 20, 100)
+"""Objects made until the collector searches the youngest, such searches until it takes those that outlived one, and
+such searches until it takes all. Python's own are 700, 10 and 10."""
 
 
 def limit_threads(threads: int) -> dict[str, str]:
@@ -53,13 +56,15 @@ def limit_threads(threads: int) -> dict[str, str]:
 def loading() -> Iterator[None]:
     """Pauses the garbage collector while a process imports its modules, a quarter of whose time it would take.
 
-    Modules never become garbage, so the collector does not search them afterwards either.
+    Modules never become garbage, so the collector does not search them afterwards either, and searches the rest less
+    often: lists of files and notes of days stay, too, and a search of all of them takes a tenth of a second.
     """
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
+        gc.set_threshold(*SEARCHES)
         gc.enable()
 
 

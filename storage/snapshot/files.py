@@ -173,7 +173,7 @@ def _find_files(
     """Reads what `data_files` yields from the manifests."""
     exclusions = RowExclusions(table, rule, cache)
     wanted = None if days is None else rule.condition(days)
-    found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None]))
+    found = list(_plan(table, reference, [one for one in (row_filter, wanted) if one is not None], cache))
     dated = [(one, rule.of_partition(one.spec, one.file) or rule.of_bounds(one.file)) for one in found]
     mixed = [one.file.file_path for one, day in dated if day is None]
     for one, day in dated:
@@ -227,7 +227,9 @@ class _Planned(NamedTuple):
     values: tuple[DeletedValues, ...]
 
 
-def _plan(table: Table, reference: SnapshotRef, conditions: Iterable[BooleanExpression]) -> Iterator[_Planned]:
+def _plan(
+    table: Table, reference: SnapshotRef, conditions: Iterable[BooleanExpression], cache: ReadCache
+) -> Iterator[_Planned]:
     """Yields the data files that may have rows that pass all conditions.
 
     Deletes are planned without the conditions: the rows of an equality delete file may have other values elsewhere.
@@ -244,7 +246,7 @@ def _plan(table: Table, reference: SnapshotRef, conditions: Iterable[BooleanExpr
             manifests = snapshot.manifests(table.io)
             for content, condition in parts.items():
                 of_kind = [one for one in manifests if one.content == content]
-                entries[content] = [one for found in _entries(table, of_kind, condition) for one in found]
+                entries[content] = [one for found in _entries(table, of_kind, condition, cache) for one in found]
     except StorageError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             snapshot_at(table.refresh(), reference)  # says so if it has just expired
@@ -262,8 +264,17 @@ def _plan(table: Table, reference: SnapshotRef, conditions: Iterable[BooleanExpr
         yield _Planned(file, specs[file.spec_id], deletes, values.of(entry))
 
 
+class _Manifest(list[ManifestEntry]):
+    """The live entries of a manifest, which never changes. A commit keeps most manifests of the snapshot before."""
+
+    @property
+    def nbytes(self) -> int:
+        """Estimated bytes in memory, beside the files, which lists of them share."""
+        return len(self) * FILE_BYTES
+
+
 def _entries(
-    table: Table, manifests: Sequence[ManifestFile], condition: BooleanExpression
+    table: Table, manifests: Sequence[ManifestFile], condition: BooleanExpression, cache: ReadCache
 ) -> Iterator[Iterable[ManifestEntry]]:
     """Yields the entries of manifests that may have rows that pass a condition.
 
@@ -272,8 +283,19 @@ def _entries(
     if not isinstance(condition, AlwaysTrue):
         yield from ManifestGroupPlanner(table.metadata, table.io, condition).plan_manifest_entries(list(manifests))
         return
+    files = sum((one.added_files_count or 0) + (one.existing_files_count or 0) for one in manifests)
+    kept = MOST_KEPT_BYTES if files * FILE_BYTES <= MOST_KEPT_BYTES else 1
+
+    def read(manifest: ManifestFile) -> _Manifest:
+        return _Manifest(manifest.fetch_manifest_entry(table.io, discard_deleted=True))
+
+    def find(manifest: ManifestFile) -> _Manifest:
+        key = (table.metadata.table_uuid, manifest.manifest_path)
+        found: _Manifest = cache.get(key, lambda: read(manifest), kept)
+        return found
+
     with ThreadPoolExecutor(FILES_AT_A_TIME) as pool:
-        for found in pool.map(lambda one: one.fetch_manifest_entry(table.io, discard_deleted=True), manifests):
+        for found in pool.map(find, manifests):
             yield (one for one in found if one.data_file.record_count)
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyiceberg.expressions import EqualTo, GreaterThan
-from pyiceberg.manifest import FileFormat
+from pyiceberg.manifest import FileFormat, ManifestFile
 from pyiceberg.schema import Schema
 from pyiceberg.table import Table
 from pyiceberg.transforms import BucketTransform, IdentityTransform, MonthTransform
@@ -436,3 +436,29 @@ def test_a_column_that_must_have_values_is_named(warehouse: Warehouse) -> None:
         "column 'country': expected a value in each row, as the table requires (NOT NULL), got 2 rows without one. "
         "Give them one, or make the column optional: ALTER COLUMN country DROP NOT NULL."
     )
+
+
+def test_a_manifest_is_read_once_by_the_snapshots_that_share_it(
+    warehouse: Warehouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit keeps the manifests of days that it does not touch. Deletes count in the snapshots that have them."""
+    read, plain = list[str](), ManifestFile.fetch_manifest_entry
+
+    def note(one: ManifestFile, *given: Any, **named: Any) -> Any:
+        read.append(one.manifest_path)
+        return plain(one, *given, **named)
+
+    references, known = [write(warehouse, DAY1, DAY1)], set[str]()
+    references.append(write(warehouse, DAY2, first=2))
+    path = warehouse.reader(references[1], ["id"]).fragments([DAY1])[0].path
+    delete_rows(warehouse.table("events"), {path: [1]}, Record(number(DAY1)))
+    references += [warehouse.current("events"), write(warehouse, DAY2, DAY2, first=3)]
+    expected = [{DAY1: 2}, {DAY1: 2, DAY2: 1}, {DAY1: 1, DAY2: 1}, {DAY1: 1, DAY2: 2}]
+    fresh = Warehouse(warehouse.config, warehouse.home)
+    monkeypatch.setattr(ManifestFile, "fetch_manifest_entry", note)
+    for reference, rows_by_day in zip(references, expected, strict=True):
+        assert fresh.day_rows(reference) == rows_by_day
+        assert known.isdisjoint(read)
+        known |= {*read}
+        read.clear()
+    assert len(known) >= 4

@@ -34,6 +34,27 @@ def test_no_files_are_an_error(tmp_path: Path) -> None:
     )
 
 
+def test_each_path_of_several_has_a_file(tmp_path: Path) -> None:
+    """A glob beside others may match nothing yet. A name that is no file is a mistake, whatever the others have."""
+    odd = tmp_path / "root[2]"
+    (odd / "folder").mkdir(parents=True)
+    (odd / "a.csv").write_text("x\n")
+    assert find_files(["a.csv", "b*.csv"], odd, "w") == [odd / "a.csv"]
+    for name in ("b.csv", "folder", "none/a.csv"):
+        with pytest.raises(ConfigError, match=rf"expected at least one file, got none at '.*/{name}'\. Correct"):
+            find_files(["a.csv", name, "b*.csv"], odd, "w")
+
+
+def test_files_are_in_order_of_their_folders(tmp_path: Path) -> None:
+    names = ["a/b.csv", "a-b/b.csv", "a.csv", "a/b/c.csv"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x\n")
+    assert find_files("**/*.csv", tmp_path, "w") == sorted(tmp_path / name for name in names)
+    (tmp_path / "link.csv").symlink_to(tmp_path / "a/b.csv")
+    assert find_files(["link.csv", "a/../a/b.csv"], tmp_path, "w") == [tmp_path / "a/b.csv"]
+
+
 def test_a_stamp_detects_a_changed_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("x")
     before = stamp(tmp_path / "a")
