@@ -527,11 +527,7 @@ def _find_unmatched(ingest: _Ingest, plan: _Plan) -> list[CheckFinding]:
     view = rows.create_good_view(rows_of_days(rows, plan.due))
     found: list[Broken] = []
     if rows.join is not None:
-        days = days_condition(plan.due)
-        found += [
-            ("unmatched", expected, got, label)
-            for label, expected, got in rows.join.find_unmatched(rows.view, days, least)
-        ]
+        found += [("unmatched", expected, got, label) for label, expected, got in rows.join.find_unmatched(least)]
     total = sum(day.kept for day in plan.due)
     for path, column in rows.unmatched:
         matched = count_rows(rows.connection, view, f"{column} IS NOT NULL")

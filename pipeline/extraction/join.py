@@ -136,8 +136,12 @@ class Join:
         """Finds the outcomes of the impressions of some days. From then on the view has their labels.
 
         Args:
+            samples: The view, with its days.
             days: SQL condition on the day.
         """
+        self.first, self.last = self.connection.sql(  # before the view has labels: they triple the time
+            f"SELECT min({SHOWN}), max({SHOWN}) FROM {samples} WHERE {REASON} IS NULL AND {days}"
+        ).fetchall()[0]
         extra = [f"o.{quote(self.config.action_column)} AS action"] if self._actions() else []
         amounts = {made.amount for made in self.made.values() if made.amount is not None}
         extra += [
@@ -174,20 +178,16 @@ class Join:
             )
         return result
 
-    def find_unmatched(self, samples: str, days: str, least: float) -> Iterator[tuple[str, str, str]]:
+    def find_unmatched(self, least: float) -> Iterator[tuple[str, str, str]]:
         """Yields label, what was expected of its outcomes, and what was found, if they match nearly nothing.
 
-        Only outcomes that should match count: those of an impression of the days, those without a time, and those
-        without an impression whose time is that of the days.
+        Only outcomes that should match count: those of an impression of the attributed days, those without a time, and
+        those without an impression whose time is that of the days.
 
         Args:
-            samples, days: As for `attribute`.
             least: Share of these outcomes that is to be inside the window.
         """
-        first, last = self.connection.sql(
-            f"SELECT min({SHOWN}), max({SHOWN}) FROM {samples} WHERE {REASON} IS NULL AND {days}"
-        ).fetchall()[0]
-        shown = f"happened >= {_moment(first)} AND happened < {_moment(last)} + to_seconds({{}})"
+        shown = f"happened >= {_moment(self.first)} AND happened < {_moment(self.last)} + to_seconds({{}})"
         for name, made in self.made.items():
             near = f"key IS NOT NULL OR happened IS NULL OR ({shown.format(self.config.window_of(made))})"
             total, inside = self.connection.sql(

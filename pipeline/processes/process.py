@@ -18,6 +18,7 @@ ROOT = PACKAGES if CHECKOUT else Path.cwd()
 """Working directory of ranks and workers, where a relative `home` starts: the checkout. Without one, it is the folder
 that the command was started in."""
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_MEMORY = {
     name: os.environ.get(name, str(size))
     for name, size in {"MALLOC_MMAP_THRESHOLD_": 256 << 20, "MALLOC_TRIM_THRESHOLD_": 1 << 30}.items()
@@ -66,6 +67,15 @@ def loading() -> Iterator[None]:
         gc.freeze()
         gc.set_threshold(*SEARCHES)
         gc.enable()
+        _keep_memory()
+
+
+def _keep_memory() -> None:
+    """Does to this process what KEPT_MEMORY does to those that it starts. glibc reads the variables at its start."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    for parameter, name in zip((M_MMAP_THRESHOLD, M_TRIM_THRESHOLD), KEPT_MEMORY, strict=True):
+        if mallopt is not None and KEPT_MEMORY[name].isdecimal():
+            mallopt(parameter, int(KEPT_MEMORY[name]))
 
 
 class Importing:
