@@ -145,7 +145,8 @@ class Warehouse:
 
     def has_table(self, name: str) -> bool:
         """Tells whether the table exists."""
-        return name in self._foreign or self.catalog.table_exists((self.config.namespace, check_name(name)))
+        with reading_metadata(name):
+            return name in self._foreign or self.catalog.table_exists((self.config.namespace, check_name(name)))
 
     def is_foreign(self, name: str) -> bool:
         """Tells whether a table is another engine's, which is only read."""

@@ -43,6 +43,8 @@ DATA_PATHS = re.compile(
 )
 """Dotted keys of data paths: paths, globs or lists of them."""
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of `<<`, which may stand several times."""
 MOST_VALUES = 1_000_000
 """Values in a YAML text. A few lines of aliases may stand for billions."""
 MOST_LEVELS = 100
@@ -50,7 +52,20 @@ MOST_LEVELS = 100
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML 1.2: only true and false are booleans, because `on` is a key of ours. 010 and 1:30 are text."""
+    """Loads YAML 1.2: only true and false are booleans, because `on` is a key of ours. 010 and 1:30 are text.
+
+    A key that stands twice is refused: PyYAML takes the last one, and the first section is gone.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Makes a dict of a mapping."""
+        lines: dict[str, int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE):
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise yaml.YAMLError(f"key '{key.value}' twice, in lines {lines[key.value]} and {line}")
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
 
 
 _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))
@@ -117,9 +132,12 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
         if not full.is_file():  # a device may have no end
             raise OSError
         text = full.read_text(encoding="utf-8")
-    except (OSError, ValueError):  # ValueError: not UTF-8, or a null character in the path
+    except UnicodeDecodeError:
+        raise ConfigError(f"config '{path}'", "text in UTF-8", "other bytes", "Save the file as UTF-8.") from None
+    except (OSError, ValueError):  # ValueError: a null character in the path
+        got = "a folder" if os.path.isdir(path) else "none"
         raise ConfigError(
-            f"config '{path}'", "a readable YAML file", "none", "Correct the path; `dlrm examples` writes examples."
+            f"config '{path}'", "a readable YAML file", got, "Correct the path; `dlrm examples` writes examples."
         ) from None
     try:
         values = parse_yaml(text)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import duckdb
 
-from pipeline.data.formats.types import FILE, ISO_DAY, ROW, as_text, is_number
+from pipeline.data.formats.types import FILE, ISO_DAY, ROW, as_text, is_decimal, is_number
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig, refuse_outcomes
 from pipeline.extraction.join import LEFT_OUT, REASON
@@ -36,6 +36,8 @@ GOOD = f"__reason IS NULL AND NOT {LEFT_OUT}"
 """SQL condition on rows of the typed view to write."""
 DAY_UNITS = {"seconds": 86_400, "milliseconds": 86_400_000, "microseconds": 86_400_000_000}
 """Unit of `source.day_unit` -> how many make a day."""
+WRITTEN_DAYS = (19_000_101, 22_001_231)
+"""Numbers from here to there are rather days as they are written, 20250131, than seconds since 1970."""
 FARTHEST_DAY = 1_000_000
 """Days from 1970 within which a number counts as a time."""
 MAP = re.compile(
@@ -267,10 +269,11 @@ def _check_days(
     found = "null" if value is None else f"'{value}'"
     remedy = f"Write ISO dates, times in UTC, or set {place('date_format')}; or filter those rows out."
     if re.match(r"U?(TINY|SMALL|BIG|HUGE)?INT|DOUBLE|FLOAT|DECIMAL", kind):
-        largest = connection.sql(f"SELECT max(abs({_number(day)})) FROM {view}").fetchall()[0][0]
-        remedy = (
-            f"If they are times since 1970, set {place('day_unit')}={guess_unit(largest or 0.0)}; else write ISO dates."
-        )
+        ends = connection.sql(f"SELECT min({_number(day)}), max(abs({_number(day)})) FROM {view}").fetchall()[0]
+        unit = f"{place('day_unit')}={guess_unit(ends[1] or 0.0)}"
+        remedy = f"If they are times since 1970, set {unit}; else write ISO dates."
+        if WRITTEN_DAYS[0] <= (ends[0] or 0) and (ends[1] or 0) <= WRITTEN_DAYS[1]:
+            remedy = f'Set {place("date_format")}="%Y%m%d".'
     raise DataError(
         f"{place('day_column')} '{day}'", "a date in every row",
         f"no date in {undated} rows, such as {found} in '{Path(file).name}'", remedy,
@@ -429,28 +432,50 @@ def unstorable_columns(
 
 
 def _type_decimals(connection: duckdb.DuckDBPyConnection, view: str, types: Mapping[str, str]) -> dict[str, str]:
-    """Returns the type of columns of decimals that no feature reads as numbers. Whole ones are ids, however long."""
-    names = [name for name, kind in types.items() if kind.startswith("DECIMAL") and not kind.endswith("]")]
-    tests = [f"bool_and({one} = floor({one})), max(abs({one})) < 9223372036854775808" for one in map(quote, names)]
-    found = connection.sql(f"SELECT {', '.join(tests)} FROM {view}").fetchall()[0] if names else ()
-    kinds = {}
-    for name, whole, fits in zip(names, found[::2], found[1::2], strict=True):
-        kinds[name] = "DOUBLE" if whole is False else "VARCHAR" if fits is False else "BIGINT"
-    return kinds
+    """Returns the type of columns of decimals, or of their items, that no feature reads as numbers.
+
+    Whole ones are ids, however long.
+
+    Raises:
+        DataError: If fractions are among whole ones that a float would round.
+    """
+    names = [name for name, kind in types.items() if is_decimal(kind.removesuffix("[]"))]
+    tests = []
+    for name in names:
+        one, lists = quote(name), types[name].endswith("]")
+        if lists:
+            odd = f"len(list_filter({one}, lambda x: x <> floor(x))) > 0"
+            one = f"list_max(list_transform(list_filter({one}, lambda x: x = floor(x)), lambda x: abs(x)))"
+        else:
+            odd = f"{one} <> floor({one})"
+        tests.append(f"bool_or({odd}), max(abs({one})) FILTER ({lists} OR NOT {odd})")
+    results = connection.sql(f"SELECT {', '.join(tests)} FROM {view}").fetchall()[0] if names else ()
+    found: dict[str, str] = {}
+    for name, fractions, most in zip(names, results[::2], results[1::2], strict=True):
+        if fractions and (most or 0) > 2**53:
+            raise DataError(
+                f"column '{name}'", "whole numbers, or none beyond 2^53 among fractions", f"{int(most)} and fractions",
+                "Write ids as whole numbers or text in all rows.",
+            )  # fmt: skip
+        found[name] = "DOUBLE" if fractions else "VARCHAR" if (most or 0) >= 2**63 else "BIGINT"
+    return found
 
 
-def _fit(name: str, item: str, stored: str | None) -> str | None:
-    """SQL of a column of numbers in the other type that the table has. None: its own type is that of the table."""
-    column, decimal = quote(name), item.startswith("DECIMAL")
+def _fit(value: str, name: str, item: str, stored: str | None) -> str | None:
+    """SQL of a number in the other type that the table has. None: its own type is that of the table.
+
+    Args:
+        value: SQL of a value, or of an item, of the column.
+    """
+    decimal = is_decimal(item)
     if stored == "VARCHAR" and is_number(item):
-        return as_text(name, item)
-    if stored in ("FLOAT", "DOUBLE") and decimal:
-        return f"CAST({column} AS {stored})"
+        return as_text(value, item)
+    if stored in ("FLOAT", "DOUBLE") and (decimal or item in ("BIGINT", "UBIGINT", "HUGEINT")):
+        exact = f"abs({value if decimal else f'CAST({value} AS HUGEINT)'}) <= {2**53 if stored == 'DOUBLE' else 2**24}"
+        return _checked(value, name, f"{value} <> floor({value}) OR {exact}" if decimal else exact, stored)
     if stored == "BIGINT" and (decimal or item in ("FLOAT", "DOUBLE")):
         most = 2**63 - 1 if decimal else 2**53
-        return _checked(name, f"{column} = floor({column}) AND abs({column}) <= {most}", stored)
-    if stored in ("FLOAT", "DOUBLE") and item in ("BIGINT", "UBIGINT", "HUGEINT"):
-        return _checked(name, f"abs(CAST({column} AS HUGEINT)) <= {2**53 if stored == 'DOUBLE' else 2**24}", stored)
+        return _checked(value, name, f"{value} = floor({value}) AND abs({value}) <= {most}", stored)
     return None
 
 
@@ -468,8 +493,8 @@ def _cast(name: str, kind: str, dense: bool, stored: str | None = None) -> str:
         return column
     if item.endswith("]"):
         raise _unstorable(name, kind)
-    if not lists and not dense and (fitted := _fit(name, item, stored)) is not None:
-        return fitted
+    if not dense and (fitted := _fit("x" if lists else column, name, item, stored)) is not None:
+        return f"list_transform({column}, lambda x: {fitted})" if lists else fitted
     if item in _KEPT:
         return column
     if item in _INTS:
@@ -495,14 +520,14 @@ def _cast_whole(name: str, item: str, lists: str, rounded: bool) -> str:
     return f"list_transform({column}, lambda x: {id_})" if lists else id_
 
 
-def _checked(name: str, test: str, kind: str) -> str:
-    """SQL of numbers in the type that the table has. It fails at a number that would change, and names it."""
-    column, shown = quote(name), name.replace("'", "''")
+def _checked(value: str, name: str, test: str, kind: str) -> str:
+    """SQL of a number in the type that the table has. It fails at a number that would change, and names it."""
+    shown = name.replace("'", "''")
     fitting = {"BIGINT": "whole numbers", "FLOAT": "whole numbers up to 2^24", "DOUBLE": "whole numbers up to 2^53"}
     sentence = f"column ''{shown}'' has {fitting[kind]} in the table, and cannot hold "
     return (
-        f"CASE WHEN {column} IS NULL OR ({test}) THEN CAST({column} AS {kind})"
-        f" ELSE error('{sentence}' || CAST({column} AS VARCHAR)) END"
+        f"CASE WHEN {value} IS NULL OR ({test}) THEN CAST({value} AS {kind})"
+        f" ELSE error('{sentence}' || CAST({value} AS VARCHAR)) END"
     )
 
 

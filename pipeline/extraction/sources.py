@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from pipeline.data.formats.csv import refuse_like_names
 from pipeline.data.formats.files import SourceFile, address_of, folder_values
 from pipeline.data.formats.reading import ReadableFile, explained, read_files
-from pipeline.data.formats.types import FILE, NOTHING, ROW, count_times, is_number, parse_times
+from pipeline.data.formats.types import FILE, NOTHING, ROW, as_text, count_times, is_number, parse_times
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import SideTable
 from storage.arrow import differing_clocks
@@ -63,10 +63,15 @@ def create_view(
         rows = read_files(connection, files, numbered, given if formats else (), kept)
         rows = _rename(_add_folders(rows, files, given), rename, where)
         kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
-        parsed = [time for time, kind in kinds.items() if time in times and kind == "VARCHAR"]
+        empty = [time for time, kind in kinds.items() if time in times and kind == NOTHING]
+        if empty:  # a log without a row yet is one of times
+            rows = rows.select(f"* REPLACE ({', '.join(f'CAST(NULL AS TIMESTAMP) AS {quote(one)}' for one in empty)})")
         counted = [time for time, kind in kinds.items() if time in clocks and is_number(kind)]
+        numbers = [time for time in times if unit is None and is_number(kinds.get(time, ""))]  # such as 20250131
+        parsed = [time for time, kind in kinds.items() if time in times and kind == "VARCHAR"] + numbers
         if formats and parsed:
-            rows = parse_times(rows, parsed, formats)
+            written = ", ".join(f"{as_text(quote(time), kinds[time])} AS {quote(time)}" for time in numbers)
+            rows = parse_times(rows.select(f"* REPLACE ({written})") if written else rows, parsed, formats)
         refuse_like_names(f"columns of {where}", rows.columns)  # DuckDB would give one of them another name
         if unit is not None and counted:
             section = "source." if where.startswith("source.") else where.removesuffix("path")

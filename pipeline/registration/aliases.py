@@ -264,7 +264,9 @@ def no_champion(tracker: Tracker, name: str, otherwise: str = "") -> RegistryErr
 
 
 def _no_version(tracker: Tracker, name: str, version: int) -> RegistryError:
-    known = ", ".join(str(number) for number in list_versions(tracker, name)) or "none"
+    known = ", ".join(str(number) for number in list_versions(tracker, name))
+    if not known:
+        return RegistryError(f"model '{name}'", "a version in the registry", "none", "Correct the name, or train it.")
     return RegistryError(f"model '{name}'", f"a version among {known}", f"{version}", "Name one of them: version=N.")
 
 

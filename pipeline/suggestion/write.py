@@ -1,6 +1,7 @@
 """Renders a suggestion as a config file, with the reason of each choice as a comment."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,16 +67,17 @@ def _next_steps(suggestion: Suggestion, path: str, kept: Mapping[str, Any], log:
         lists = f"the last {history.item.column} of each {history.user}"
         if history_log(suggestion, kept) is not None:
             other = history_path(path)
-            steps.append(
-                f"{lists} as a feature: python -m flows.end_to_end {other}; the gate compares it with this one"
-            )
+            command = f"python -m flows.end_to_end {shlex.quote(other)}"
+            steps.append(f"{lists} as a feature: {command}; the gate compares it with this one")
         elif not history.timed:
             steps.append(f"{lists} as a feature (features.histories): write '{history.time}' as a timestamp")
     if not log:
-        steps.append(f"search these values on the validation rows: python -m flows.suggest {path} trials=12")
+        steps.append(
+            f"search these values on the validation rows: python -m flows.suggest {shlex.quote(path)} trials=12"
+        )
     if suggestion.split.by_time:
         steps.append("new days come: flows.recurring trains on each, flows.backtest shows what that would have brought")
-    ids = [choice.fact.name for choice in suggestion.of("sparse") if choice.fact.kind != "ids"]
+    ids = [choice.fact.name for choice in suggestion.of("sparse") if choice.fact.kind not in ("ids", "time")]
     if len(ids) >= 2:
         steps.append(
             f"cross two columns under features.derived: {{kind: cartesian, inputs: [{ids[0]}, {ids[1]}], ...}}"

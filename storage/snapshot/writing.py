@@ -394,7 +394,7 @@ def _refuse_split(table: Table, names: Collection[str], anew: Collection[str]) -
         if gone and not any(is_key(column, [name]) for column in now.values()):
             raise StorageError(
                 where, f"field {number}, which it was", "a drop of it by another engine. It would be null in all "
-                "earlier days", f'Give the source\'s column another name, such as rename={{"{name}": "{name}_2"}}.',
+                "earlier days", f'Give the column another name, such as source.rename={{"{name}": "{name}_2"}}.',
             )  # fmt: skip
     cased = {there.lower(): there for there in now.values()}
     for name in names:
@@ -404,7 +404,7 @@ def _refuse_split(table: Table, names: Collection[str], anew: Collection[str]) -
                 f"column '{name}' of table '{table.name()[-1]}'",
                 "a name that differs from others in more than its case",
                 f"'{other}' in the table: the values of one column would be in two",
-                f'Write one of them everywhere, such as rename={{"{name}": "{other}"}}.',
+                f'Write one of them everywhere, such as source.rename={{"{name}": "{other}"}}.',
             )  # fmt: skip
 
 
@@ -417,7 +417,7 @@ def _check_types(table: str, old: pa.Schema, new: pa.Schema) -> None:
         raise StorageError(
             f"columns of table '{table}'", ", ".join(f"{name} {family_of(pair[0])}" for name, pair in changed.items()),
             ", ".join(f"{name} {family_of(pair[1])}" for name, pair in changed.items()),
-            f"A table's column keeps its type. Convert the source column, begin a new one with rename={new_names}"
+            f"A table's column keeps its type. Convert it, begin a new one with source.rename={new_names}"
             " (null in all earlier days), or write all days into another table with name=NAME.",
         )  # fmt: skip
 

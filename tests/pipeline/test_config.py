@@ -405,7 +405,15 @@ def test_an_override_below_a_value_is_refused(key: str) -> None:
     [
         (b"[1, 2]", "expected a mapping of keys, got list. See configs/demo.yaml."),
         (b"", "expected a mapping of keys, got NoneType. See configs/demo.yaml."),
-        (b"name: \xff", "expected a readable YAML file, got none. Correct the path; `dlrm examples` writes examples."),
+        (b"name: \xff", "expected text in UTF-8, got other bytes. Save the file as UTF-8."),
+        (
+            b"name: a\nsource: {}\nname: b",
+            "expected valid YAML, got key 'name' twice, in lines 1 and 3. Mind indentation and colons.",
+        ),
+        (
+            b"model:\n  top_mlp: [1]\n  top_mlp: [2]",
+            "expected valid YAML, got key 'top_mlp' twice, in lines 2 and 3. Mind indentation and colons.",
+        ),
         (None, "expected a readable YAML file, got none. Correct the path; `dlrm examples` writes examples."),
         (b"base: bad.yaml", "expected a `base` that ends somewhere, got a circle. Remove one `base`."),
     ],
@@ -445,8 +453,9 @@ def test_yaml_that_no_config_has_is_refused(text: str, reason: str, tmp_path: Pa
 def test_a_base_that_is_no_file_is_refused(base: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(f"base: {yaml.safe_dump(base)}")
+    got = "a folder" if base == "." else "none"
     assert sentence(path).endswith(
-        "expected a readable YAML file, got none. Correct the path; `dlrm examples` writes examples."
+        f"expected a readable YAML file, got {got}. Correct the path; `dlrm examples` writes examples."
     )
 
 

@@ -224,8 +224,8 @@ def test_a_column_that_changes_its_type_is_refused(warehouse: Warehouse, home: P
         write(warehouse, rows(DAY1, 1).set_column(1, "id", pa.array(["a"])).append_column("x", pa.array([[1]])))
     assert str(error.value) == (
         "columns of table 'events': expected id integer, x float, got id text, x list of integer. "
-        "A table's column keeps its type. Convert the source column, begin a new one with "
-        'rename={"id": "id_2", "x": "x_2"} (null in all earlier days), or write all days into another table with '
+        "A table's column keeps its type. Convert it, begin a new one with "
+        'source.rename={"id": "id_2", "x": "x_2"} (null in all earlier days), or write all days into another table with '
         "name=NAME."
     )
     assert warehouse.current("events") == old

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.formats.csv import refuse_like_names
 from pipeline.data.formats.files import SourceFile, address_of
 from pipeline.errors import ConfigError, ContractError, DataError
 from storage.objects import open_file
@@ -56,6 +57,7 @@ def copy_avro(file: SourceFile, copy: Path, properties: Mapping[str, str]) -> No
             )
             raise DataError(f"Avro file '{file.name}'", "records with fields", other, "Name another file.")
         schema = pa.schema(_fields(written, {}))
+        refuse_like_names(f"Avro file '{file.name}'", schema.names)
         with pq.ParquetWriter(copy, schema, compression="lz4") as out:
             while taken := list(itertools.islice(rows, ROWS_AT_ONCE)):
                 out.write_table(pa.Table.from_pylist(taken, schema))

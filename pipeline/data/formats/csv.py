@@ -34,6 +34,17 @@ COPY_CELLS = 1 << 25
 """Rows times columns of a row group of a copy."""
 CODECS = {"gz": "gzip", "zst": "zstd"}
 """Ending of a compressed file's name -> how it is compressed, as far as DuckDB reads it."""
+SIGNATURES = {
+    b"\x1f\x8b": "gzip without the ending .gz",
+    b"\x28\xb5\x2f\xfd": "zstd without the ending .zst",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"PK": "a zip archive",
+    b"PAR1": "a Parquet file",
+    b"Obj\x01": "an Avro file",
+}
+"""How files that are no text begin -> what they are."""
 BLOCK_BYTES = 1 << 24
 """Bytes that are counted at a time. A line is no longer."""
 START_BYTES = 1 << 20
@@ -117,6 +128,9 @@ def read_dialect(plain: Path, where: str) -> Dialect | None:
     if not text:
         return None
     if "\0" in text:
+        packed = next((name for start, name in SIGNATURES.items() if head.startswith(start)), None)
+        if packed is not None:
+            raise DataError(where, "text, plain or by gzip or zstd", packed, "Unpack it, or name it as what it is.")
         raise DataError(where, "text", "a byte 0", "Set source.format, or write it in UTF-8.")
     found = {delimiter: _first_lines(text, delimiter) for delimiter in DELIMITERS}
     several = {mark: lines for mark, lines in found.items() if len(lines[0]) > 1} or found

@@ -55,8 +55,8 @@ def find_files(
     Args:
         properties: Access to object stores: `warehouse.catalog`.
     Raises:
-        ConfigError: If there are none, or none at a path that is no glob, or a folder is a table of Delta, Iceberg or
-            Hudi.
+        ConfigError: If there are none, or none at a path that is no glob, or a link leads nowhere, or a folder is a
+            table of Delta, Iceberg or Hudi.
         StorageError: If an object store cannot be listed.
     """
     patterns = [pattern] if isinstance(pattern, str) else list(pattern)
@@ -68,6 +68,12 @@ def find_files(
         given = glob.glob(name, root_dir=root, recursive=True)
         found |= {os.path.join(root, path) for path in given if not _is_hidden(path, name)}
     folders = {folder: os.path.realpath(folder) for folder in {os.path.dirname(path) for path in found}}
+    for path in found:
+        if os.path.islink(path) and not os.path.exists(path):
+            raise ConfigError(
+                where, "files that are there", f"the link '{path}' to none at '{os.path.realpath(path)}'",
+                "Fetch its content, or remove the link.",
+            )  # fmt: skip
     real = {  # a file named twice is read once
         os.path.realpath(path)
         if os.path.islink(path)

@@ -45,7 +45,8 @@ _SCHEMAS = """
         precision, logical_type), ',' ORDER BY place))
     FROM (SELECT *, row_number() OVER () AS place FROM parquet_schema(?)) GROUP BY file_name
 """
-NANOSECONDS = "TIMESTAMPTZ_NS"
+NANOSECONDS = {"TIMESTAMP_NS": "", "TIMESTAMPTZ_NS": " AT TIME ZONE 'UTC'"}
+"""DuckDB's types of times in nanoseconds -> what gives one of microseconds its zone."""
 
 
 class ReadableFile(NamedTuple):
@@ -357,11 +358,19 @@ def _decode_bytes(rows: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
 
 
 def _in_microseconds(rows: duckdb.DuckDBPyRelation) -> duckdb.DuckDBPyRelation:
-    """Converts times with a zone in nanoseconds, as pandas writes them: DuckDB compares and converts few of these."""
-    kinds = {name: f"{kind}" for name, kind in zip(rows.columns, rows.types, strict=True)}
-    odd = {name: kind.replace(NANOSECONDS, "TIMESTAMPTZ") for name, kind in kinds.items() if NANOSECONDS in kind}
-    casts = ", ".join(f"CAST({quote(name)} AS {kind}) AS {quote(name)}" for name, kind in odd.items())
-    return rows.select(f"* REPLACE ({casts})") if odd else rows
+    """Cuts times in nanoseconds, as pandas writes them, to microseconds.
+
+    DuckDB would round the last ones of a day into the next, and compares and converts few of those with a zone.
+    """
+    casts = []
+    for name, kind in zip(rows.columns, map(str, rows.types), strict=True):
+        item = kind.removesuffix("[]")
+        if item in NANOSECONDS:
+            value = quote(name) if item == kind else "x"
+            count = f"epoch_ns({value})"
+            time = f"make_timestamp(({count} - (({count} % 1000) + 1000) % 1000) // 1000)" + NANOSECONDS[item]
+            casts.append((time if item == kind else f"list_transform({quote(name)}, lambda x: {time})", name))
+    return rows.select(f"* REPLACE ({', '.join(f'{sql} AS {quote(name)}' for sql, name in casts)})") if casts else rows
 
 
 def _next(connection: duckdb.DuckDBPyConnection) -> int:

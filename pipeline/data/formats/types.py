@@ -202,8 +202,11 @@ def _common(
             continue
         value = column if kind.endswith("[]") or not listed else f"[{column}]"
         wanted = f"{target}[]" if listed else target
-        if target == "VARCHAR" and not listed:
-            casts.append(as_text(name, item))
+        if target == "VARCHAR" and kind.endswith("[]"):
+            casts.append(f"list_transform({column}, lambda x: {as_text('x', item)})")
+        elif target == "VARCHAR":
+            text = as_text(column, item)
+            casts.append(f"CASE WHEN {column} IS NOT NULL THEN [{text}] END" if listed else text)
         elif value == column:
             casts.append(f"CAST({column} AS {wanted})")
         else:
@@ -211,13 +214,25 @@ def _common(
     return casts
 
 
-def as_text(name: str, kind: str) -> str:
-    """Returns the SQL of a column as text: 5.0 is the id 5."""
-    column = quote(name)
+def as_text(value: str, kind: str) -> str:
+    """Returns the SQL of a value as text: 5.0 is the id 5, also as a decimal.
+
+    Args:
+        value: SQL.
+        kind: Its type.
+    """
+    text = f"CAST({value} AS VARCHAR)"
+    if is_decimal(kind) and not kind.endswith(",0)"):
+        return f"regexp_replace({text}, '\\.?0+$', '')"
     if kind not in _EXACT:
-        return f"CAST({column} AS VARCHAR)"
-    whole = f"WHEN {column} = floor({column}) AND abs({column}) <= {_EXACT[kind]}"
-    return f"CASE {whole} THEN CAST({column} AS HUGEINT)::VARCHAR ELSE {column}::VARCHAR END"
+        return text
+    whole = f"WHEN {value} = floor({value}) AND abs({value}) <= {_EXACT[kind]}"
+    return f"CASE {whole} THEN CAST({value} AS HUGEINT)::VARCHAR ELSE {text} END"
+
+
+def is_decimal(kind: str) -> bool:
+    """Tells whether a type of DuckDB has decimals, but no lists of them."""
+    return kind.startswith("DECIMAL(") and kind.endswith(")")
 
 
 def _target(
@@ -292,8 +307,12 @@ def _number(
             most = values.aggregate(f"max(abs(CAST({taken} AS HUGEINT)))").fetchall()[0][0]
             largest = max(largest, most or 0)
             continue
-        limit = _EXACT.get(kind, 2**63)
-        test = f"{taken} = floor({taken}) AND abs({taken}) <= {limit}"
+        test = f"{taken} = floor({taken})"
+        if is_decimal(kind):  # whole ones are ids, as long as they may be
+            most = values.filter(test).aggregate(f"max(abs({taken}))").fetchall()[0][0]
+            largest = max(largest, int(most or 0))
+        else:
+            test += f" AND abs({taken}) <= {_EXACT[kind]}"
         odd = values.filter(f"{taken} IS NOT NULL AND NOT ({test})").limit(1).select(f"CAST({taken} AS VARCHAR)")
         if (bad := odd.fetchall()) != []:
             whole = False

@@ -283,7 +283,7 @@ def require_identity(folder: Path, identity: Identity) -> None:
 def _unfit(folder: Path, what: str, expected: str, actual: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint '{folder.name}', {what}", expected, actual,
-        "Train with the configuration that wrote it, or start again with force=true.",
+        "Train with the configuration that wrote it, or start again: force=true (flows.recurring: scratch=true).",
     )  # fmt: skip
 
 

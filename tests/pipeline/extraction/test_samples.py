@@ -375,3 +375,102 @@ def test_a_value_that_the_table_cannot_hold_is_named_whoever_reads_it_first(
             ingest({"path": "*.parquet", "day_column": "date"}, profile=profile)
     with pytest.raises(DataError, match=r"column 'x': expected whole numbers, as in table 'events', got 5\.5"):
         ingest({"path": "*.parquet", "day_column": "date"}, profile=profile)
+
+
+ANY_LABEL = {"one_label": "off"}
+
+
+def decimals(*texts: str | None, scale: int = 10) -> pa.Array:
+    return pa.array([text and decimal.Decimal(text) for text in texts], pa.decimal128(38, scale))
+
+
+def test_times_in_nanoseconds_stay_in_their_day(ingest: Any, stored: Any, put: Any) -> None:
+    """DuckDB would round the last ones of a day into the next. pandas' `end_time` is such a time."""
+    last = pd.Timestamp("2024-01-01 23:59:59.999999999")
+    times = pa.array([last.value, -1], pa.timestamp("ns"))
+    put(
+        "a.parquet",
+        user=[1, 2],
+        date=times,
+        zoned=times.cast(pa.timestamp("ns", "UTC")),
+        several=pa.array([[last], None]),
+        label=[0, 1],
+    )
+    ingest(BY_DAY, checks=ANY_LABEL)
+    rows = stored().sort_values("day")
+    assert rows["day"].tolist() == [datetime.date(1969, 12, 31), DAY1]
+    assert rows["date"].tolist() == rows["zoned"].dt.tz_localize(None).tolist()
+    assert rows["date"].tolist() == [pd.Timestamp("1969-12-31 23:59:59.999999"), last.floor("us")]
+    assert [pd.Timestamp(one) for one in rows["several"].tolist()[1]] == [last.floor("us")]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "values"),
+    [
+        (decimals("12345678901234567890", "1"), pa.array([1, 2]), [12345678901234567890 - 2**64, 1, 1, 2]),
+        (decimals("9007199254740993", "7"), pa.array([1.5, 2.0]), "whole numbers, as in other files, one of which is 9007"),
+        (decimals("9007199254740992.5", "9007199254740993"), None, "none beyond 2^53 among fractions, got 9007199254740993"),
+        (decimals("1", "12345678901234567890"), None, ["1", "12345678901234567890"]),
+        (decimals("0.5", "12.50"), pa.array(["a", "b"]), ["0.5", "12.5", "a", "b"]),
+        (pa.array([[1.0, 2.5]]), pa.array([["a"], ["1"]]), [["1", "2.5"], ["a"], ["1"]]),
+        (
+            pa.array([[decimal.Decimal("9007199254740993.00")]], pa.list_(pa.decimal128(20, 2))),
+            pa.array([[7]]),
+            [[9007199254740993], [7]],
+        ),
+        (
+            pa.array([[decimal.Decimal("9007199254740993.00"), decimal.Decimal("0.5")]], pa.list_(pa.decimal128(20, 2))),
+            None,
+            "none beyond 2^53 among fractions",
+        ),
+    ],
+)  # fmt: skip
+def test_no_number_becomes_another_and_no_id_two_texts(
+    first: pa.Array, second: pa.Array | None, values: Any, ingest: Any, stored: Any, put: Any
+) -> None:
+    for name, column in {"a": first, "b": second}.items():
+        if column is not None:
+            put(
+                f"{name}.parquet",
+                user=[*range(len(column))],
+                x=column,
+                date=[DAY1] * len(column),
+                label=[0] * len(column),
+            )
+    if isinstance(values, str):
+        with pytest.raises(DataError, match=re.escape(values)):
+            ingest(BY_DAY, checks=ANY_LABEL)
+    else:
+        ingest(BY_DAY, checks=ANY_LABEL)
+        assert [one.tolist() if isinstance(one, np.ndarray) else one for one in stored()["x"]] == values
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "got"),
+    [
+        (pa.array([1.5]), decimals("9007199254740993", scale=0), "whole numbers up to 2^53"),
+        (pa.array([[1.5]]), pa.array([[2**53 + 1]]), "one of which is 9007199254740993"),
+        (pa.array([[1]]), pa.array([[1.5]]), "whole numbers"),
+        (pa.array([["a"]]), pa.array([[1.0]]), [["1"]]),
+    ],
+)
+def test_a_later_day_changes_no_number(
+    before: pa.Array, after: pa.Array, got: Any, ingest: Any, stored: Any, put: Any
+) -> None:
+    put("a.parquet", user=[1], x=before, date=[DAY1], label=[1])
+    ingest(BY_DAY, checks=ANY_LABEL)
+    put("b.parquet", user=[1], x=after, date=[DAY2], label=[1])
+    if isinstance(got, str):
+        with pytest.raises(DataError, match=re.escape(got)):
+            ingest(BY_DAY, checks=ANY_LABEL)
+    else:
+        ingest(BY_DAY, checks=ANY_LABEL)
+        assert stored()["x"].tolist()[-1].tolist() == got[0]
+
+
+def test_days_may_be_written_as_numbers(ingest: Any, stored: Any, put: Any) -> None:
+    put("a.parquet", user=[1, 2], date=[20240101, 20240102], label=[0, 1])
+    with pytest.raises(DataError, match=re.escape('Set source.date_format="%Y%m%d".')):
+        ingest(BY_DAY)
+    ingest(BY_DAY | {"date_format": "%Y%m%d"}, checks=ANY_LABEL)
+    assert sorted(stored()["day"]) == [DAY1, DAY2]

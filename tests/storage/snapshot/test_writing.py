@@ -124,7 +124,7 @@ def row(day: int, **values: Any) -> pa.Table:
         ([("num", "t"), ("other", "num"), ("t", "other")], [], "rename of it to 'other'"),
         ([("num", "t"), ("other", "num")], [], "rename of it to 't'"),
         ([], ["num"], "column 'num' of table 'events': expected field 2, which it was, got a drop of it by another "
-         "engine. It would be null in all earlier days. Give the source's column another name"),
+         "engine. It would be null in all earlier days. Give the column another name"),
         ([], ["maps"], "column 'maps' of table 'events': expected field 4, which it was, got a drop"),
         ([("num", "price")], ["price"], "got a drop"),
     ],
@@ -161,7 +161,7 @@ def test_a_column_whose_name_differs_in_case_alone_is_not_split(warehouse: Wareh
         write_days(warehouse, rows_of(datetime.date(2025, 1, 2), Score=[2.5]), name="cased")
     assert str(refused.value) == (
         "column 'Score' of table 'cased': expected a name that differs from others in more than its case, got 'score' in "
-        'the table: the values of one column would be in two. Write one of them everywhere, such as rename={"Score": '
+        'the table: the values of one column would be in two. Write one of them everywhere, such as source.rename={"Score": '
         '"score"}.'
     )
     assert warehouse.schema(warehouse.current("cased")).names == ["day", "score"]

@@ -185,6 +185,9 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, ingest: Any, monkeypatch: 
         DataError, match=r"column 'next' of Avro files: .* got a record .*item inside itself\. Write it as"
     ):
         ingest(source)
+    write(tmp_path / "a.avro", [{"user": 1, "User": 2}], {"user": "long", "User": "long"})
+    with pytest.raises(DataError, match=r"names that differ in more than their case, got 'user' and 'User'"):
+        ingest(source)
     write(tmp_path / "a.avro", [{}], {})
     with pytest.raises(DataError, match=r"Avro file 'a\.avro': expected records with fields, got no fields"):
         ingest(source)

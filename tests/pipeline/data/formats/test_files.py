@@ -95,3 +95,14 @@ def test_files_of_a_table_are_refused(tmp_path: Path, mark: str, kind: str, file
         ConfigError, match=rf"got data files of the {kind} table '.*/t'. Read it as a table with source\.table"
     ):
         find_files("t/**/*.parquet", tmp_path, "source.path")
+
+
+@pytest.mark.parametrize("pattern", ["*.csv", "b.csv"])
+def test_a_link_to_nothing_is_refused(tmp_path: Path, pattern: str) -> None:
+    """As of git-annex or DVC, where the content was not fetched."""
+    (tmp_path / "a.csv").write_text("x\n")
+    (tmp_path / "b.csv").symlink_to(tmp_path / "gone/b.csv")
+    with pytest.raises(
+        ConfigError, match=r"expected files that are there, got the link '.*/b.csv' to none at '.*/gone/"
+    ):
+        find_files(["a.csv", pattern], tmp_path, "source.path")

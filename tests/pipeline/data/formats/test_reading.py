@@ -1,8 +1,10 @@
 """Files as other programs write them: each row and value is read, or one sentence says why not."""
 
+import bz2
 import datetime
 import gzip
 import json
+import lzma
 from collections.abc import Callable
 from contextlib import ExitStack
 from decimal import Decimal
@@ -68,6 +70,13 @@ def test_lines_that_do_not_fit_are_named(tmp_path: Path, read: Read, text: str, 
         read("a.csv")
     assert "CSV file 'a.csv'" in str(error.value)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(("packer", "kind"), [(bz2, "bzip2"), (lzma, "xz"), (gzip, "gzip without the ending")])
+def test_other_compression_is_named(tmp_path: Path, read: Read, packer: Any, kind: str) -> None:
+    (tmp_path / "a.csv").write_bytes(packer.compress(b"a,b\n" + b"1,2\n" * 99))
+    with pytest.raises(DataError, match=f"expected text, plain or by gzip or zstd, got {kind}"):
+        read("a.csv")
 
 
 @pytest.mark.parametrize(

@@ -210,7 +210,7 @@ def test_a_tensor_that_does_not_fit_is_named(root: Path, changed: dict[str, torc
         checkpoint.load(root / "step-0000000010", wanted)
     assert str(caught.value) == (
         f"checkpoint 'step-0000000010', tensor '{next(iter(changed))}': expected shape (5, 3), got {stored}. "
-        "Train with the configuration that wrote it, or start again with force=true."
+        "Train with the configuration that wrote it, or start again: force=true (flows.recurring: scratch=true)."
     )
     assert wanted["dense/top.weight/step"] == 0.0  # nothing was loaded, not even in part
 
@@ -222,7 +222,7 @@ def test_an_unexpected_tensor_is_an_error(root: Path) -> None:
         checkpoint.load(root / "step-0000000010", wanted)
     assert str(caught.value) == (
         "checkpoint 'step-0000000010', tensor 'model/half': expected no such tensor, got (5,). "
-        "Train with the configuration that wrote it, or start again with force=true."
+        "Train with the configuration that wrote it, or start again: force=true (flows.recurring: scratch=true)."
     )
 
 

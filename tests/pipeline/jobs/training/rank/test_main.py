@@ -496,7 +496,7 @@ def test_another_hash_size_is_refused_by_name(
     assert str(caught.value) == (
         "checkpoint 'step-0000000014', tensor 'model/embeddings.embedding_bags.list_items.weight': "
         "expected shape (80, 4), got (83, 4). "
-        "Train with the configuration that wrote it, or start again with force=true."
+        "Train with the configuration that wrote it, or start again: force=true (flows.recurring: scratch=true)."
     )
 
 
