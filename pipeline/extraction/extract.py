@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import pyarrow as pa
 from pydantic import BaseModel
@@ -515,7 +516,16 @@ def _check_days(
         all_columns=ingest.config.profile,
     )
     profiled = check_days(rows.connection, new, context.warehouse, context.table, checks, find)
-    return profiled, profiled.checked
+    found = [_name_file(rows, one) for one in profiled.checked.findings]
+    return profiled, profiled.checked.model_copy(update={"findings": tuple(found)})
+
+
+def _name_file(rows: OpenSource, finding: CheckFinding) -> CheckFinding:
+    """Adds the file whose type of a column has changed that of all rows."""
+    odd = None if finding.rule != "changed_type" else rows.find_other_text(f"{finding.column}")
+    return (
+        finding if odd is None else finding.model_copy(update={"got": f"{finding.got}, because of '{Path(odd).name}'"})
+    )
 
 
 def _find_unmatched(ingest: _Ingest, plan: _Plan) -> list[CheckFinding]:

@@ -17,7 +17,7 @@ import duckdb
 import pyarrow as pa
 
 from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values, form_of
-from pipeline.data.formats.reading import Decoder, ReadableFile, first_line, readable_names
+from pipeline.data.formats.reading import Decoder, ReadableFile, as_pattern, first_line, readable_names
 from pipeline.data.formats.sample import choose_sample
 from pipeline.data.formats.types import FILE, ISO_DATE, ROW
 from pipeline.errors import ConfigError, DataError
@@ -184,6 +184,18 @@ class OpenSource:
         logs = {} if self.join is None else column_types(self.connection, OUTCOMES)
         views = column_types(self.connection, SOURCE), logs
         return KnownTypes(*({name: kind for name, kind in one.items() if name not in (FILE, ROW)} for one in views))
+
+    def find_other_text(self, column: str) -> str | None:
+        """Returns a file that alone, or among few, has text in a column, or none. None: the files agree, or are CSV.
+
+        All rows of an ingest have one type, so that a day of good files has another type than before, too.
+        """
+        query = "SELECT file_name, type = 'BYTE_ARRAY' FROM parquet_schema(?) WHERE name = ?"
+        patterns = [as_pattern(self.read[file].read) for file in self.files.rows]
+        kinds = dict(self.connection.execute(query, [patterns, column]).fetchall())
+        texts, others = ([file for file in kinds if kinds[file] is kind] for kind in (True, False))
+        fewer = min(texts, others, key=len)
+        return self.names.get(fewer[0]) if fewer else None
 
     def create_good_view(self, where: str) -> str:
         """Creates a view of the rows to write that meet a condition, and returns its name."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import duckdb
 import numpy as np
+import orjson
 import pyarrow.parquet as pq
 
 from pipeline.data.formats.alike import are_alike
@@ -13,6 +14,7 @@ from pipeline.data.formats.csv import BLOCK_BYTES, refuse_like_names, write_copy
 from pipeline.errors import DataError
 from storage.query import quote
 
+ONE_A_LINE = "Write one object a line, as pandas does with lines=True and jq with -c '.[]'."
 MOST_LINE_BYTES = 64 * 1024 * 1024
 """Longest line."""
 _TIMES = ("DATE", "TIME", "TIMESTAMP", "TIMESTAMP WITH TIME ZONE", "UUID")
@@ -42,9 +44,29 @@ def copy_json(connection: duckdb.DuckDBPyConnection, plain: Path, where: str, co
         where: The file as errors name it.
         pattern: As of `copy_csv`.
     Raises:
-        Error: DuckDB's, for a line that is no JSON.
         DataError: If a line is no object, two keys differ only in case, or fractions stand among ids that they round.
     """
+    try:
+        _copy_json(connection, plain, where, copy, pattern)
+    except duckdb.InvalidInputException as error:
+        if "Malformed JSON" not in str(error) or (bad := _first_bad_line(plain)) is None:
+            raise
+        raise DataError(where, "one object a line", f"no JSON in line {bad}", ONE_A_LINE) from error
+
+
+def _first_bad_line(plain: Path) -> int | None:
+    """Returns the number of the first line that is no JSON. DuckDB counts others than the file has."""
+    with plain.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    orjson.loads(line)
+            except orjson.JSONDecodeError:
+                return number
+    return None
+
+
+def _copy_json(connection: duckdb.DuckDBPyConnection, plain: Path, where: str, copy: Path, pattern: str) -> None:
     listed = "['" + pattern.replace("'", "''") + "']"
     options = f"{listed}, format='newline_delimited', hive_partitioning=false, maximum_object_size={MOST_LINE_BYTES}"
     objects = f"read_json_objects({options})"
@@ -140,8 +162,7 @@ def _check_objects(connection: duckdb.DuckDBPyConnection, objects: str, where: s
         places = f"SELECT row_number() OVER () AS place, json FROM {objects}"
         query = f"SELECT min(place) FROM ({places}) WHERE json_type(json) <> 'OBJECT'"
         odd = connection.sql(query).fetchall()[0][0]
-        remedy = "Write one object a line, as pandas does with lines=True and jq with -c '.[]'."
-        raise DataError(where, "one object a line", f"another value, {_nth(odd)}", remedy)
+        raise DataError(where, "one object a line", f"another value, {_nth(odd)}", ONE_A_LINE)
     refuse_like_names(where, sorted(keys))
     if "" in keys:  # DuckDB then reads each object as one text
         raise DataError(where, "keys that can be names", "an empty one", "Give it a name.")

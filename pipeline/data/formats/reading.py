@@ -385,9 +385,11 @@ def _group(connection: duckdb.DuckDBPyConnection, files: Sequence[ReadableFile])
     keys = {one.read: (one.form, schemas.get(address_of(one.read))) for one in files}
     groups = [list(group) for _, group in groupby(files, lambda one: keys[one.read])]
     for group in groups:
-        if group[0].form == "parquet":
-            names = _top_names(connection, group[0])
-            refuse_like_names(f"Parquet file '{group[0].file.name}'", names)
+        where, names = f"file '{group[0].file.name}'", _top_names(connection, group[0])
+        refuse_like_names(where if group[0].form != "parquet" else f"Parquet {where}", names)
+        if taken := [name for name in names if name.lower() == ROW]:
+            expected = f"columns of other names than {ROW}, by which DuckDB numbers rows"
+            raise DataError(where, expected, taken[0], "Write the file without it, or under another name.")
     return groups
 
 

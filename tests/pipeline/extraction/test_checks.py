@@ -352,3 +352,22 @@ def test_the_drift_of_columns_that_no_feature_reads_is_not_judged() -> None:
         ["cat_user", "other"],
         ["cat_user", "other"],
     ]
+
+
+def test_the_file_that_changes_a_type_is_named(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    """Rows of one ingest have one type: with a file of text, good files of other days have text, too."""
+    source = {"path": "*.parquet", "day_column": "date"}
+    checks = {"one_label": "off", "drift": "off"}
+    for number, day in enumerate(DAYS):
+        if number == 3:
+            ingest(source, checks=checks)
+        table = rows(day, 200)
+        if number == 4:
+            table = put(table, "user", [f"u{one}" for one in table["user"].to_pylist()])
+        pq.write_table(table, tmp_path / f"{day}.parquet")
+    with pytest.raises(
+        DataError, match=r"rule changed_type, column 'user': .* got text, because of '2025-03-05\.parquet'"
+    ):
+        ingest(source, checks=checks)
+    pq.write_table(rows(DAYS[4], 200), tmp_path / f"{DAYS[4]}.parquet")
+    assert ingest(source, checks=checks).days_written == tuple(DAYS[3:])

@@ -88,7 +88,7 @@ def test_a_broken_line_of_json_is_named(tmp_path: Path, ingest: Any) -> None:
     (tmp_path / "a.jsonl").write_text('{"user": 1, "label": 1}\n{"user": 2, "lab\n')
     with pytest.raises(
         DataError,
-        match=r"^JSON file 'a\.jsonl': expected readable values, got .*Malformed JSON.*Correct the file, or set",
+        match=r"^JSON file 'a\.jsonl': expected one object a line, got no JSON in line 2\. Write one object a line",
     ):
         ingest({"path": "a.jsonl", "day": "2024-01-01"})
 

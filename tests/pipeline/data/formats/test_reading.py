@@ -300,9 +300,21 @@ def test_a_compressed_file_in_parts_or_padded_is_read_whole(tmp_path: Path, read
     assert read("a.csv.gz")["x"] == [1, 2]
 
 
-def test_a_line_that_is_no_json_is_told_with_the_name_of_its_file(tmp_path: Path, read: Read) -> None:
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"x": 1}\n{oops\n'))
-    with pytest.raises(DataError, match=rf'Malformed JSON in file "{tmp_path}/a\.jsonl\.gz", at byte 2'):
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"x": 1}\n{oops\n', 2),
+        ('{"x": 1}\n\n\n' * 5 + "{oops\n", 16),
+        ('[\n {"x": 1},\n {"x": 2}\n]\n', 1),
+        ('{\n "x": 1\n}\n', 1),
+        ('{"x": 1}\n{"x": 1},\n', 2),
+        ('{"x": 1} {"x": 2}\n', 1),
+    ],
+)
+def test_a_line_that_is_no_json_is_told_with_its_number(tmp_path: Path, read: Read, text: str, line: int) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    said = rf"^JSON file 'a\.jsonl\.gz': expected one object a line, got no JSON in line {line}\. Write one"
+    with pytest.raises(DataError, match=said):
         read("a.jsonl.gz")
 
 
@@ -415,3 +427,14 @@ def test_times_in_nanoseconds_with_a_zone_are_times(tmp_path: Path, read: Read) 
     found = read("a.parquet", "b.parquet")
     assert found == {"t": [time, None] * 2, "l": [[time], []] * 2}
     assert {value.utcoffset() for value in found["t"] if value} == {datetime.timedelta()}
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_a_column_of_the_name_that_numbers_rows_is_refused(tmp_path: Path, read: Read, name: str) -> None:
+    """Files that DuckDB wrote may have it. It was left out without a word, or an error of DuckDB's."""
+    if name == "a.csv":
+        (tmp_path / name).write_text("x,file_row_number\n1,0\n")
+    else:
+        pq.write_table(pa.table({"x": [1], "File_Row_Number": [0]}), tmp_path / name)
+    with pytest.raises(DataError, match=rf"file '{name}': expected columns of other names than file_row_number"):
+        read(name)
