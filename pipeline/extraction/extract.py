@@ -523,9 +523,8 @@ def _check_days(
 def _name_file(rows: OpenSource, finding: CheckFinding) -> CheckFinding:
     """Adds the file whose type of a column has changed that of all rows."""
     odd = None if finding.rule != "changed_type" else rows.find_other_text(f"{finding.column}")
-    return (
-        finding if odd is None else finding.model_copy(update={"got": f"{finding.got}, because of '{Path(odd).name}'"})
-    )
+    because = "" if odd is None else f", because of '{Path(odd).name}'"
+    return finding.model_copy(update={"got": f"{finding.got}{because}"})
 
 
 def _find_unmatched(ingest: _Ingest, plan: _Plan) -> list[CheckFinding]:

@@ -191,7 +191,8 @@ class OpenSource:
         All rows of an ingest have one type, so that a day of good files has another type than before, too.
         """
         query = "SELECT file_name, type = 'BYTE_ARRAY' FROM parquet_schema(?) WHERE name = ?"
-        patterns = [as_pattern(self.read[file].read) for file in self.files.rows]
+        read = [self.read[file].read for file in self.files.rows]  # text without a line has no copy
+        patterns = [as_pattern(one) for one in read if not isinstance(one, Path) or one.exists()]
         kinds = dict(self.connection.execute(query, [patterns, column]).fetchall())
         texts, others = ([file for file in kinds if kinds[file] is kind] for kind in (True, False))
         fewer = min(texts, others, key=len)
