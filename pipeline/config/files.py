@@ -57,15 +57,16 @@ class _Loader(yaml.SafeLoader):
     A key that stands twice is refused: PyYAML takes the last one, and the first section is gone.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Makes a dict of a mapping."""
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Reads a mapping as it is written. Later `<<` adds keys to it, which its own may repeat."""
+        node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE):
             line = key.start_mark.line + 1
             if key.value in lines:
                 raise yaml.YAMLError(f"key '{key.value}' twice, in lines {lines[key.value]} and {line}")
             lines[key.value] = line
-        return super().construct_mapping(node, deep)
+        return node
 
 
 _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float"))

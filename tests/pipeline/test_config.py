@@ -459,6 +459,13 @@ def test_a_base_that_is_no_file_is_refused(base: str, tmp_path: Path) -> None:
     )
 
 
+def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:
+    """Also where the mapping that gives it again is merged itself, before it is read."""
+    path = tmp_path / "good.yaml"
+    path.write_text("c: &c {k: 1, m: 2}\nx: {inner: &a {<<: *c, k: 3}}\nb: {<<: *a, m: 4}\n")
+    assert read_yaml(path) == {"c": {"k": 1, "m": 2}, "x": {"inner": {"k": 3, "m": 2}}, "b": {"k": 3, "m": 4}}
+
+
 def test_an_alias_may_be_used_many_times(tmp_path: Path) -> None:
     path = tmp_path / "good.yaml"
     path.write_text("one: &one {a: [1, 2]}\n" + "".join(f"other{n}: *one\n" for n in range(1_000)))
