@@ -61,6 +61,9 @@ def to_stored_form(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if array.type == kind:
         return array
     values = array.flatten() if is_list(array.type) or pa.types.is_fixed_size_list(array.type) else array
+    if pa.types.is_timestamp(values.type):  # a cast would round nanoseconds before 1970 up
+        cut = pc.floor_temporal(values, 1, "microsecond")
+        return (cut if values is array else _with_values(array, cut, kind)).cast(kind, safe=False)
     if not pa.types.is_decimal(values.type):
         return array.cast(kind, safe=False)
     if values.type.scale <= 0:

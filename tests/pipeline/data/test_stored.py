@@ -74,3 +74,13 @@ def test_decimals_that_would_become_one_are_refused(kind: pa.DataType, value: in
 def test_a_key_with_a_fraction_is_refused() -> None:
     with pytest.raises(DataError, match=r"^key 'x': expected ids: whole numbers of 64 bits, got 1.5"):
         to_key_form("key 'x'", pa.array([decimal.Decimal("1.5")], pa.decimal128(5, 1)))
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_nanoseconds_are_cut_also_before_1970(listed: bool) -> None:
+    times = pa.array([-1, 1_999, None], pa.timestamp("ns"))
+    found = to_stored_form(
+        pa.array([times.to_numpy(zero_copy_only=False)], pa.list_(times.type)) if listed else times,
+        pa.large_list(pa.timestamp("us")) if listed else pa.timestamp("us"),
+    )
+    assert (found.flatten() if listed else found).cast(pa.int64()).to_pylist() == [-1, 1, None]
