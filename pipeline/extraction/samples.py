@@ -442,13 +442,12 @@ def _type_decimals(connection: duckdb.DuckDBPyConnection, view: str, types: Mapp
     names = [name for name, kind in types.items() if is_decimal(kind.removesuffix("[]"))]
     tests = []
     for name in names:
-        one, lists = quote(name), types[name].endswith("]")
-        if lists:
-            odd = f"len(list_filter({one}, lambda x: x <> floor(x))) > 0"
-            one = f"list_max(list_transform(list_filter({one}, lambda x: x = floor(x)), lambda x: abs(x)))"
-        else:
-            odd = f"{one} <> floor({one})"
-        tests.append(f"bool_or({odd}), max(abs({one})) FILTER ({lists} OR NOT {odd})")
+        one = quote(name)
+        fractional, whole = f"{one} <> floor({one})", f"CASE WHEN {one} = floor({one}) THEN abs({one}) END"
+        if types[name].endswith("]"):
+            fractional = f"len(list_filter({one}, lambda x: x <> floor(x))) > 0"
+            whole = f"list_max(list_transform(list_filter({one}, lambda x: x = floor(x)), lambda x: abs(x)))"
+        tests.append(f"bool_or({fractional}), max({whole})")
     results = connection.sql(f"SELECT {', '.join(tests)} FROM {view}").fetchall()[0] if names else ()
     found: dict[str, str] = {}
     for name, fractions, most in zip(names, results[::2], results[1::2], strict=True):

@@ -67,11 +67,12 @@ def create_view(
         if empty:  # a log without a row yet is one of times
             rows = rows.select(f"* REPLACE ({', '.join(f'CAST(NULL AS TIMESTAMP) AS {quote(one)}' for one in empty)})")
         counted = [time for time, kind in kinds.items() if time in clocks and is_number(kind)]
-        numbers = [time for time in times if unit is None and is_number(kinds.get(time, ""))]  # such as 20250131
-        parsed = [time for time, kind in kinds.items() if time in times and kind == "VARCHAR"] + numbers
+        written = [time for time, kind in kinds.items() if time in times and unit is None and is_number(kind)]
+        parsed = [time for time, kind in kinds.items() if time in times and kind == "VARCHAR"] + written
         if formats and parsed:
-            written = ", ".join(f"{as_text(quote(time), kinds[time])} AS {quote(time)}" for time in numbers)
-            rows = parse_times(rows.select(f"* REPLACE ({written})") if written else rows, parsed, formats)
+            texts = ", ".join(f"{as_text(quote(time), kinds[time])} AS {quote(time)}" for time in written)
+            rows = rows.select(f"* REPLACE ({texts})") if texts else rows  # numbers such as 20250131
+            rows = parse_times(rows, parsed, formats)
         refuse_like_names(f"columns of {where}", rows.columns)  # DuckDB would give one of them another name
         if unit is not None and counted:
             section = "source." if where.startswith("source.") else where.removesuffix("path")

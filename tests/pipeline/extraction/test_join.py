@@ -307,15 +307,23 @@ def test_a_side_table_that_matches_nothing_is_refused(ingest: Any, put: Any) -> 
     assert ingest(looked_up, force=True).checked.findings == ()
 
 
+@pytest.mark.parametrize("zone", [None, "UTC"])
 @pytest.mark.parametrize("name", ["outcomes.csv", "outcomes.parquet"])
-def test_a_log_of_outcomes_may_have_no_row_yet(name: str, ingest: Any, stored: Any, put: Any, tmp_path: Path) -> None:
+def test_a_log_of_outcomes_may_have_no_row_yet(
+    name: str, zone: str | None, ingest: Any, stored: Any, put: Any, tmp_path: Path
+) -> None:
     """As on the first day, where nobody has clicked. A header tells no type, and pandas writes such columns untyped."""
-    put("features.parquet", impression_id=["a", "b"], event_time=seconds([0.0, 1.0]), user=[1, 2])
+    shown = pa.array(seconds([0.0, 1.0]), pa.timestamp("us")).cast(pa.timestamp("us", zone))
+    put("features.parquet", impression_id=["a", "b"], event_time=shown, user=[1, 2])
     if name.endswith("csv"):
         (tmp_path / name).write_text("impression_id,outcome_time\n")
     else:
         put(name, impression_id=pa.nulls(0), outcome_time=pa.nulls(0))
-    given = source(path=name)
+    given = source(path="outcomes*")
     result = ingest(given, checks={"one_label": "off"})
     assert (result.rows, stored()["label"].tolist()) == (2, [0, 0])
     assert result.outcomes["label"].model_dump() == COUNTS
+    times = pa.array(seconds([2.0, 9e5]), pa.timestamp("us")).cast(pa.timestamp("us", zone))
+    put("outcomes_2.parquet", impression_id=["b", "c"], outcome_time=times)
+    ingest(given)
+    assert stored()["label"].tolist() == [0, 1]

@@ -472,5 +472,9 @@ def test_days_may_be_written_as_numbers(ingest: Any, stored: Any, put: Any) -> N
     put("a.parquet", user=[1, 2], date=[20240101, 20240102], label=[0, 1])
     with pytest.raises(DataError, match=re.escape('Set source.date_format="%Y%m%d".')):
         ingest(BY_DAY)
-    ingest(BY_DAY | {"date_format": "%Y%m%d"}, checks=ANY_LABEL)
-    assert sorted(stored()["day"]) == [DAY1, DAY2]
+    given = BY_DAY | {"date_format": "%Y%m%d"}
+    ingest(given, checks=ANY_LABEL)
+    put("b.parquet", user=[1], date=[20240103], label=[0])
+    result = ingest(given, checks=ANY_LABEL)
+    assert (len(result.days_written), result.files.opened) == (1, 1)
+    assert sorted(stored()["day"]) == [DAY1, DAY2, datetime.date(2024, 1, 3)]
