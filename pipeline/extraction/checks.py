@@ -80,11 +80,12 @@ class CheckResult(BaseModel, frozen=True):
         """Returns outcome -> number of days with it."""
         return dict(Counter(day.outcome for day in self.days if day.outcome != "stored"))
 
-    def raise_failed(self, instead: str = "quarantine, warn or off") -> None:
+    def raise_failed(self, instead: str = "quarantine, warn or off", rename: str | None = None) -> None:
         """Raises if a day fails a check.
 
         Args:
             instead: Other verdicts of a rule, for the remedy.
+            rename: Config key by which a column gets another name. None: there is none.
         Raises:
             DataError: With the first day that fails, its rule and column, and the number of other failures.
         """
@@ -95,6 +96,13 @@ class CheckResult(BaseModel, frozen=True):
             remedy = f"Correct the source, or set ingest.checks.{first.rule} to {instead}."
             if first.rule == "losses":
                 remedy = "Restore the input, or write the day as it is now with force=true."
+            if first.rule == "changed_type" and rename is not None:
+                remedy = (
+                    "A table's column keeps its type. Correct the source, hold such days back with"
+                    f" ingest.checks.changed_type=quarantine, begin a new column with"
+                    f' {rename}={{"{first.column}": "{first.column}_2"}} (null in all earlier days), or write all days'
+                    " into another table with name=NAME."
+                )
             raise DataError(first.where, first.expected, f"{first.got}{others}", remedy)
 
 

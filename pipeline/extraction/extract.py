@@ -43,7 +43,7 @@ from pipeline.extraction.enrich import (
 )
 from pipeline.extraction.inventory import Inventory, inventory_path, learn
 from pipeline.extraction.join import LabelJoin
-from pipeline.extraction.opening import OpenSource, Report, SourceContext, SourceReader, fingerprint
+from pipeline.extraction.opening import OpenSource, Report, SourceContext, SourceReader, fingerprint, stored_types
 from pipeline.extraction.own_source import refuse_strangers, remember
 from pipeline.extraction.profiling import (
     CheckedProfile,
@@ -55,7 +55,16 @@ from pipeline.extraction.profiling import (
     repair_profile,
     store_profile,
 )
-from pipeline.extraction.samples import ANONYMOUS, count_repeated, count_rows, maps_of, number_columns
+from pipeline.extraction.samples import (
+    ANONYMOUS,
+    GOOD,
+    count_repeated,
+    count_rows,
+    find_misfits,
+    maps_of,
+    name_type,
+    number_columns,
+)
 from pipeline.extraction.writing import (
     counting,
     good_rows,
@@ -437,7 +446,7 @@ def _write_groups(
                     shown = True
                     on_checked(CheckResult.of(results))
                 phases.end("check")
-                checked.raise_failed()
+                checked.raise_failed(rename=context.place("rename"))
                 broken = [day for day in group if day.day in checked.held_back]
                 _hold_back(ingest, part, broken)
                 held += [f"{day.day}" for day in broken]
@@ -502,9 +511,12 @@ def _check_days(
     due = {day.day: day for day in plan.due}
     rows_view = rows.create_good_view(rows_of_days(rows, plan.due))
 
+    misfits = _find_misfits(ingest, rows, plan.due)
+
     def find(day: datetime.date, statistics: Columns) -> list[CheckFinding]:
         of_day = [one.model_copy(update={"day": day}) for one in unmatched]
-        return [*_find_losses(ingest, plan, due, day, statistics), *of_day]
+        misfit = [one for one in misfits if one.day == day]
+        return [*misfit, *_find_losses(ingest, plan, due, day, statistics), *of_day]
 
     new = NewDays(
         rows=rows_view,
@@ -516,15 +528,21 @@ def _check_days(
         all_columns=ingest.config.profile,
     )
     profiled = check_days(rows.connection, new, context.warehouse, context.table, checks, find)
-    found = [_name_file(rows, one) for one in profiled.checked.findings]
-    return profiled, profiled.checked.model_copy(update={"findings": tuple(found)})
+    return profiled, profiled.checked
 
 
-def _name_file(rows: OpenSource, finding: CheckFinding) -> CheckFinding:
-    """Adds the file whose type of a column has changed that of all rows."""
-    odd = None if finding.rule != "changed_type" else rows.find_other_text(f"{finding.column}")
-    because = "" if odd is None else f", because of '{Path(odd).name}'"
-    return finding.model_copy(update={"got": f"{finding.got}{because}"})
+def _find_misfits(ingest: _Ingest, rows: OpenSource, due: Sequence[SourceDay]) -> list[CheckFinding]:
+    """Returns values that would change in the table, as a rule that their days break. No verdict can admit them."""
+    stored = stored_types(ingest.context.warehouse, ingest.context.table)
+    outcome: Verdict = "quarantine" if ingest.config.checks.outcome("changed_type") == "quarantine" else "fail"
+    return [
+        CheckFinding(
+            day=one.day, rule="changed_type", outcome=outcome, column=one.column,
+            expected=f"{name_type(stored[one.column])}, as in table '{ingest.context.table}'",
+            got=f"others in {one.rows:,} rows, such as '{one.value}' in '{Path(rows.names[one.file]).name}'",
+        )
+        for one in find_misfits(rows.connection, rows.view, f"{GOOD} AND {rows_of_days(rows, due)}")
+    ]  # fmt: skip
 
 
 def _find_unmatched(ingest: _Ingest, plan: _Plan) -> list[CheckFinding]:

@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.data.cache_file import UNREADABLE, read_cache, write_cache
 from pipeline.data.formats.files import SourceFile, Stamp, stamp
 from pipeline.data.formats.reading import count_rows_of
-from pipeline.data.formats.types import FILE, NOTHING, is_number
+from pipeline.data.formats.types import FILE, NOTHING
 from pipeline.errors import DataError
 from pipeline.extraction.config import EventTable, SourceConfig
 from pipeline.extraction.join import KEY, LEFT_OUT, OUTCOMES, REASON, SHOWN
@@ -343,10 +343,7 @@ class _Learner:
         chosen = ("*",) if context.events is None else context.events.columns
 
         def matters(name: str) -> bool:
-            if name in deciding or "*" in deciding:
-                return True
-            fits = name in stored and is_number(found.rows[name]) and _is_plain(known.rows[name])
-            return not fits and _is_chosen(name, chosen)
+            return name in deciding or "*" in deciding or (name not in stored and _is_chosen(name, chosen))
 
         other = [name for name in _differing(known.rows, found.rows) if matters(name)]
         if (logs := context.source.outcomes) is not None:
@@ -371,11 +368,6 @@ def _deciding(context: SourceContext) -> set[str]:
 
 def _is_chosen(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _is_plain(kind: str) -> bool:
-    """Tells whether a column of the table takes numbers of any type as its own: it holds numbers or text."""
-    return kind == "VARCHAR" or is_number(kind)
 
 
 def _differing(known: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

@@ -17,14 +17,14 @@ import duckdb
 import pyarrow as pa
 
 from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values, form_of
-from pipeline.data.formats.reading import Decoder, ReadableFile, as_pattern, first_line, readable_names
+from pipeline.data.formats.reading import Decoder, ReadableFile, first_line, readable_names
 from pipeline.data.formats.sample import choose_sample
 from pipeline.data.formats.types import FILE, ISO_DATE, ROW
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import REPEAT_DAYS, EventTable, LabelColumns, SideTable, SourceConfig
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, OUTCOMES, REASON, SHOWN, Join
-from pipeline.extraction.samples import GOOD, OTHER_TYPE, add_event_types, add_types, unstorable_columns
+from pipeline.extraction.samples import GOOD, add_event_types, add_types, unstorable_columns
 from pipeline.extraction.sources import create_view, find_invalid_utf8, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list, is_text
@@ -185,19 +185,6 @@ class OpenSource:
         views = column_types(self.connection, SOURCE), logs
         return KnownTypes(*({name: kind for name, kind in one.items() if name not in (FILE, ROW)} for one in views))
 
-    def find_other_text(self, column: str) -> str | None:
-        """Returns a file that alone, or among few, has text in a column, or none. None: the files agree, or are CSV.
-
-        All rows of an ingest have one type, so that a day of good files has another type than before, too.
-        """
-        query = "SELECT file_name, type = 'BYTE_ARRAY' FROM parquet_schema(?) WHERE name = ?"
-        read = [self.read[file].read for file in self.files.rows]  # text without a line has no copy
-        patterns = [as_pattern(one) for one in read if not isinstance(one, Path) or one.exists()]
-        kinds = dict(self.connection.execute(query, [patterns, column]).fetchall())
-        texts, others = ([file for file in kinds if kinds[file] is kind] for kind in (True, False))
-        fewer = min(texts, others, key=len)
-        return self.names.get(fewer[0]) if fewer else None
-
     def create_good_view(self, where: str) -> str:
         """Creates a view of the rows to write that meet a condition, and returns its name."""
         self.connection.execute(f"CREATE OR REPLACE VIEW good AS SELECT * FROM {self.view} WHERE {GOOD} AND {where}")
@@ -278,11 +265,12 @@ class SourceReader:
         context, source = self.context, self.context.source
         read = self._decoder.read(files.all())
         with _connection(list(read.values()), context) as connection:
+            stored = stored_types(context.warehouse, context.table)
             times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
             create_view(
                 connection, SOURCE, [read[file] for file in files.rows], context.place("path"), self.numbered, times,
                 source.date_format or (), source.day_unit, source.rename,
-                stored_types(context.warehouse, context.table), context.clocks, self.known.rows,
+                {name: kind.removesuffix("[]") for name, kind in stored.items()}, context.clocks, self.known.rows,
             )  # fmt: skip
             tables = [(one, [read[file] for file in paths]) for one, paths in files.lookups.items()]
             view, notes = join_side_tables(connection, SOURCE, tables, source.rename) if tables else (SOURCE, [])
@@ -332,22 +320,26 @@ def open_source_rows(context: SourceContext) -> Iterator[OpenSource]:
 
 
 def stored_types(warehouse: Warehouse, table: str) -> dict[str, str]:
-    """Returns column -> DuckDB's type of it in the table, or of its items. Empty: there is no table."""
+    """Returns column -> DuckDB's type of it in the table. Empty: there is no table."""
     if not warehouse.has_table(table):
         return {}
     fields = warehouse.table(table).schema().as_arrow()
-    items = {field.name: field.type.value_type if is_list(field.type) else field.type for field in fields}
-    return {name: kind for name, item in items.items() if (kind := _duckdb_type(item)) is not None}
+    return {field.name: kind for field in fields if (kind := _duckdb_type(field.type)) is not None}
 
 
 def _duckdb_type(kind: pa.DataType) -> str | None:
+    if is_list(kind):
+        item = _duckdb_type(kind.value_type)
+        return None if item is None else f"{item}[]"
     if is_text(kind):
         return "VARCHAR"
     if pa.types.is_boolean(kind):
         return "BOOLEAN"
     if pa.types.is_integer(kind):
         return "BIGINT"
-    return {pa.float32(): "FLOAT", pa.float64(): "DOUBLE"}.get(kind)
+    if pa.types.is_timestamp(kind):
+        return "TIMESTAMP WITH TIME ZONE" if kind.tz else "TIMESTAMP"
+    return {pa.float32(): "FLOAT", pa.float64(): "DOUBLE", pa.date32(): "DATE"}.get(kind)
 
 
 def duckdb_limits(memory_bytes: int | None) -> dict[str, Any]:
@@ -383,14 +375,6 @@ def _connection(files: Sequence[ReadableFile], context: SourceContext) -> Iterat
             ):
                 where = f"column '{found[1]}' of '{found[0].name}'"
                 raise DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.") from error
-            if (changed := OTHER_TYPE.search(str(error))) is not None:
-                name, kind, value = changed.groups()
-                raise DataError(
-                    f"column '{name}'", f"{kind}, as in table '{context.table}'", value,
-                    "A table's column keeps its type. Correct the value, begin a new column with"
-                    f' {context.place("rename")}={{"{name}": "{name}_2"}} (null in all earlier days), or write all days'
-                    " into another table with name=NAME.",
-                ) from error  # fmt: skip
             if isinstance(error, duckdb.OutOfMemoryException):
                 raise DataError(
                     "memory of the ingest", f"rows that fit into {limits['memory_limit']} of memory", first_line(error),

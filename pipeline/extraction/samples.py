@@ -1,15 +1,17 @@
 """The typed and labelled view of the rows to write."""
 
+import datetime
 import fnmatch
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import duckdb
 
-from pipeline.data.formats.types import FILE, ISO_DAY, ROW, as_text, is_decimal, is_number
+from pipeline.data.formats.types import FILE, ISO_DAY, NOTHING, ROW, as_text, fits_text, is_decimal, is_number
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig, refuse_outcomes
 from pipeline.extraction.join import LEFT_OUT, REASON
@@ -27,11 +29,14 @@ _INTS = {
     "USMALLINT": "INTEGER",
     "UINTEGER": "BIGINT",
 }
-_NULLS = '"NULL"'
-OTHER_TYPE = re.compile(r"column '(.*)' has (whole numbers.*) in the table, and cannot hold (.*)")
-"""DuckDB's error for a value that the table's type of a column would change."""
 ANONYMOUS = "__anonymous"
 """Column of the view of events: whether a row lacks a key."""
+SHOWN_LETTERS = 100
+"""Of a value in an error."""
+MISFIT = "__misfit"
+"""Column of the view: a value that would change in the table, whose type for it stays, as {column, value}. Else null.
+
+The view lacks it if all types are those of the table."""
 GOOD = f"__reason IS NULL AND NOT {LEFT_OUT}"
 """SQL condition on rows of the typed view to write."""
 DAY_UNITS = {"seconds": 86_400, "milliseconds": 86_400_000, "microseconds": 86_400_000_000}
@@ -63,7 +68,7 @@ def add_types(
         matched: Further columns to keep: matches in side tables, and what the log join says of the row.
         made: Columns computed from outcomes; they are no features.
         numbered: Whether the rows have the column ROW.
-        stored: Column of the table -> DuckDB's type of it, or of its items.
+        stored: Column of the table -> DuckDB's type of it.
     Raises:
         ConfigError: If the configuration names a column that the rows lack.
         DataError: If a column has a type that cannot be stored, or a row has no day.
@@ -77,9 +82,9 @@ def add_types(
         resolve([day], names, "source.day_column")
     maps = maps_of(types)
     dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made, maps)
-    _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR"])
+    _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR" and name not in stored])
     # A column of untyped nulls or empty lists is left out. When a later file gives its type, these rows read null.
-    untyped = {name for name in names if types[name].removesuffix("[]") == _NULLS and name not in dense}
+    untyped = {name for name in names if types[name].removesuffix("[]") == NOTHING and name not in dense}
     left = {*untyped, *unstorable_columns(connection, view, schema, made)}
     kept = [name for name in names if name not in (schema.label, *left) and name.lower() != DAY]
     if isinstance(schema, FeatureSchema):
@@ -88,13 +93,8 @@ def add_types(
     loose = (
         weight if weight is not None and types[weight] == "VARCHAR" else None
     )  # text that is not a number is refused
-    decimals = _type_decimals(connection, view, {name: types[name] for name in kept if name not in (*dense, *stored)})
-    casts = {
-        name: _cast(name, types[name], name in dense, stored.get(name, decimals.get(name)))
-        for name in kept
-        if name != loose
-    }
-    typed = [f"{casts.get(name, _number(name))} AS {quote(name)}" for name in kept]
+    numbers = [*dense, *([] if loose is None else [loose])]
+    typed = _type_columns(connection, view, {name: types[name] for name in kept}, stored, numbers)
     date = _day(day, types[day], source.day_unit) if isinstance(day, str) else f"DATE '{day}'"
     _refuse_other_day(connection, view, {name: types[name] for name in names if name != day}, date)
     outcome = _label(schema.label, source.positive)
@@ -170,13 +170,10 @@ def add_event_types(
     kept = [
         name
         for name in chosen
-        if types[name].removesuffix("[]") != _NULLS and (name in named or is_storable(types[name]))
+        if types[name].removesuffix("[]") != NOTHING and (name in named or is_storable(types[name]))
     ]
     _check_names(sorted(name for name in kept if not NAME.fullmatch(name)))
-    decimals = _type_decimals(connection, view, {name: types[name] for name in kept if name not in stored})
-    typed = [
-        f"{_cast(name, types[name], False, stored.get(name, decimals.get(name)))} AS {quote(name)}" for name in kept
-    ]
+    typed = _type_columns(connection, view, {name: types[name] for name in kept}, stored)
     date = _day(time, types[time], None)
     left_out = anonymous = " OR ".join(f"{quote(name)} IS NULL" for name in keys)
     if events.unique is not None:
@@ -282,7 +279,12 @@ def _check_days(
 
 def _number(name: str) -> str:
     """SQL of the column as a number, or null if it is none. Truth values are 0 and 1, also in text."""
-    number, text = f"TRY_CAST({quote(name)} AS DOUBLE)", f"lower(CAST({quote(name)} AS VARCHAR))"
+    return _number_of(quote(name))
+
+
+def _number_of(value: str) -> str:
+    """SQL of a value as `_number`."""
+    number, text = f"TRY_CAST({value} AS DOUBLE)", f"lower(CAST({value} AS VARCHAR))"
     return f"coalesce({number}, CASE {text} WHEN 'true' THEN 1.0::DOUBLE WHEN 'false' THEN 0.0::DOUBLE END)"
 
 
@@ -431,8 +433,67 @@ def unstorable_columns(
     return {name: types[name] for name in odd if name not in read}
 
 
+def _type_columns(
+    connection: duckdb.DuckDBPyConnection,
+    view: str,
+    types: Mapping[str, str],
+    stored: Mapping[str, str],
+    dense: Collection[str] = (),
+) -> list[str]:
+    """Returns the SQL of columns in the types that they are stored in, and of MISFIT if they have others.
+
+    Args:
+        types: Column -> DuckDB's type.
+        stored, dense: As in `add_types`.
+    """
+    own = _type_decimals(connection, view, {name: types[name] for name in types if name not in (*dense, *stored)})
+    typed, misfits = list[str](), list[str]()
+    for name, kind in types.items():
+        fitted = _fit(name, kind, one, name in dense) if (one := stored.get(name) or own.get(name)) else None
+        column, (value, test) = quote(name), fitted or (_cast(name, kind, name in dense), "true")
+        if test != "true" and name in stored:
+            fits, shown = f"coalesce({test}, false)", f"left(CAST({column} AS VARCHAR), {SHOWN_LETTERS})"
+            misfits.append(
+                f"WHEN {column} IS NOT NULL AND NOT {fits} THEN {{'column': {_text(name)}, 'value': {shown}}}"
+            )
+            value = f"CASE WHEN {column} IS NOT NULL AND {fits} THEN {value} END"
+        typed.append(f"{value} AS {column}")
+    return [*typed, *([f"CASE {' '.join(misfits)} END AS {MISFIT}"] if misfits else [])]
+
+
+class Misfit(NamedTuple):
+    """Values of a day that would change in the table."""
+
+    day: datetime.date
+    column: str
+    rows: int
+    value: str
+    """Such as this one."""
+    file: str
+    """One that has them, as it is read."""
+
+
+def find_misfits(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> list[Misfit]:
+    """Returns the values that would change in the table, of the rows that meet a condition. Of a row it is the first.
+
+    Args:
+        view: Made by `add_types` or `add_event_types`.
+    """
+    if MISFIT not in connection.view(view).columns:
+        return []
+    query = (
+        f"SELECT {DAY}, {MISFIT}.column, count(*), min({MISFIT}.value), min(__file) FROM {view}"
+        f" WHERE {MISFIT} IS NOT NULL AND {condition} GROUP BY ALL ORDER BY ALL"
+    )
+    return [Misfit(*row) for row in connection.sql(query).fetchall()]
+
+
+def _text(value: str) -> str:
+    return "'" + value.replace("'", "''") + "'"
+
+
 def _type_decimals(connection: duckdb.DuckDBPyConnection, view: str, types: Mapping[str, str]) -> dict[str, str]:
-    """Returns the type of columns of decimals, or of their items, that no feature reads as numbers.
+    """Returns the type of columns of decimals, or of lists of them, that no feature reads as numbers.
 
     Whole ones are ids, however long.
 
@@ -456,50 +517,103 @@ def _type_decimals(connection: duckdb.DuckDBPyConnection, view: str, types: Mapp
                 f"column '{name}'", "whole numbers, or none beyond 2^53 among fractions", f"{int(most)} and fractions",
                 "Write ids as whole numbers or text in all rows.",
             )  # fmt: skip
-        found[name] = "DOUBLE" if fractions else "VARCHAR" if (most or 0) >= 2**63 else "BIGINT"
+        kind = "DOUBLE" if fractions else "VARCHAR" if (most or 0) >= 2**63 else "BIGINT"
+        found[name] = f"{kind}[]" if types[name].endswith("]") else kind
     return found
 
 
-def _fit(value: str, name: str, item: str, stored: str | None) -> str | None:
-    """SQL of a number in the other type that the table has. None: its own type is that of the table.
+def _fit(name: str, kind: str, stored: str, dense: bool) -> tuple[str, str] | None:
+    """SQL of a column in the type that the table has, and of whether a value stays what it is.
 
     Args:
-        value: SQL of a value, or of an item, of the column.
+        stored: Type of the column in the table.
+    Returns:
+        None if the type is that of the table, or one that `_cast` makes it of.
     """
-    decimal = is_decimal(item)
-    if stored == "VARCHAR" and is_number(item):
-        return as_text(value, item)
-    if stored in ("FLOAT", "DOUBLE") and (decimal or item in ("BIGINT", "UBIGINT", "HUGEINT")):
+    column, item, wanted = quote(name), kind.removesuffix("[]"), stored.removesuffix("[]")
+    if item == NOTHING or not is_storable(kind):
+        return None
+    if item != kind and wanted == stored:  # a value among lists is a list of one
+        value, test = _fit_value(f"{column}[1]", item, wanted, dense) or (f"{column}[1]", "true")
+        return value, f"len({column}) = 0 OR len({column}) = 1 AND coalesce({test}, {column}[1] IS NULL)"
+    fitted = _fit_value(column if item == kind else "x", item, wanted, dense)
+    if item == kind and wanted != stored:
+        value, test = fitted or (column, "true")
+        return f"CASE WHEN {column} IS NOT NULL THEN [{value}] END", "false" if wanted == "VARCHAR" else test
+    if fitted is None or item == kind:
+        return fitted
+    value, test = fitted
+    odd = f"list_filter({column}, lambda x: x IS NOT NULL AND NOT coalesce({test}, false))"
+    return f"list_transform({column}, lambda x: {value})", "true" if test == "true" else f"len({odd}) = 0"
+
+
+def _fit_value(value: str, kind: str, stored: str, dense: bool) -> tuple[str, str] | None:
+    """Returns what `_fit` does, of a value that is no list."""
+    if stored == "VARCHAR":
+        return None if kind == stored else (as_text(value, kind), "true")
+    cast, decimal = f"TRY_CAST({value} AS {stored})", is_decimal(kind)
+    floats = ("FLOAT", "DOUBLE")
+    if kind == "VARCHAR" and not (dense and stored in ("BIGINT", *floats)):
+        names = {"DOUBLE": "double", "TIMESTAMP WITH TIME ZONE": "TIMESTAMPTZ"}
+        return cast, fits_text(value, names.get(stored, stored))
+    if kind == "VARCHAR":
+        cast, decimal = f"TRY_CAST({_number_of(value)} AS {stored})", False
+        return cast, f"{cast} IS NOT NULL" if stored in floats else f"{_number_of(value)} = {cast}"
+    whole = decimal or _stored_family(kind) == "integer"
+    if kind == "BOOLEAN" != stored and stored in ("BIGINT", *floats):
+        return cast, "true"
+    if stored in floats and whole:
         exact = f"abs({value if decimal else f'CAST({value} AS HUGEINT)'}) <= {2**53 if stored == 'DOUBLE' else 2**24}"
-        return _checked(value, name, f"{value} <> floor({value}) OR {exact}" if decimal else exact, stored)
-    if stored == "BIGINT" and (decimal or item in ("FLOAT", "DOUBLE")):
-        most = 2**63 - 1 if decimal else 2**53
-        return _checked(value, name, f"{value} = floor({value}) AND abs({value}) <= {most}", stored)
-    return None
+        return cast, "true" if dense else f"{value} <> floor({value}) OR {exact}" if decimal else exact
+    if stored == "BIGINT" and (decimal or kind in floats):
+        return cast, f"{value} = floor({value}) AND abs({value}) <= {2**63 - 1 if decimal else 2**53}"
+    if stored == "BOOLEAN" and is_number(kind):
+        return cast, f"{value} IN (0, 1)"
+    if stored.startswith("TIMESTAMP") and kind == "DATE" and "ZONE" not in stored:
+        return cast, "true"
+    if stored == "DATE" and kind.startswith("TIMESTAMP") and "ZONE" not in kind:
+        return cast, f"{value} = {cast}"
+    return None if _stored_family(kind) == _stored_family(stored) else (f"CAST(NULL AS {stored})", "false")
 
 
-def _cast(name: str, kind: str, dense: bool, stored: str | None = None) -> str:
-    """SQL of the column as a type that Iceberg stores.
+def name_type(kind: str) -> str:
+    """Returns what people call the values of a type.
 
-    Args:
-        stored: Type of the column, or of its items, in the table.
+    Example:
+        >>> name_type("BIGINT[]"), name_type("DOUBLE")
+        ('lists of whole numbers', 'numbers up to 2^53')
     """
+    names = {
+        "BIGINT": "whole numbers", "DOUBLE": "numbers up to 2^53", "FLOAT": "numbers up to 2^24", "VARCHAR": "text",
+        "BOOLEAN": "truth values", "DATE": "dates", "TIMESTAMP": "times without a zone",
+        "TIMESTAMP WITH TIME ZONE": "times with a zone",
+    }  # fmt: skip
+    return f"lists of {name_type(kind[:-2])}" if kind.endswith("[]") else names[kind]
+
+
+def _stored_family(kind: str) -> str:
+    """Returns what the table can widen into each other."""
+    if is_number(kind):
+        return "float" if kind in ("FLOAT", "DOUBLE") else "integer"
+    return f"TIMESTAMP {'ZONE' in kind}" if kind.startswith("TIMESTAMP") else kind
+
+
+def _cast(name: str, kind: str, dense: bool) -> str:
+    """SQL of the column as a type that Iceberg stores."""
     column = quote(name)
     item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
-    if dense and kind in ("VARCHAR", _NULLS):
+    if dense and kind in ("VARCHAR", NOTHING):
         return _number(name)
     if MAP.fullmatch(kind):
         return column
     if item.endswith("]"):
         raise _unstorable(name, kind)
-    if not dense and (fitted := _fit("x" if lists else column, name, item, stored)) is not None:
-        return f"list_transform({column}, lambda x: {fitted})" if lists else fitted
     if item in _KEPT:
         return column
     if item in _INTS:
         return f"CAST({column} AS {_INTS[item]}{lists})"
     if item.startswith("DECIMAL") or item in ("UBIGINT", "HUGEINT"):
-        return _cast_whole(name, item, lists, dense or stored in ("FLOAT", "DOUBLE"))
+        return _cast_whole(name, item, lists, dense)
     if item.startswith("TIMESTAMP"):
         return f"CAST({column} AS {'TIMESTAMPTZ' if 'ZONE' in item else 'TIMESTAMP'}{lists})"
     if item.startswith("ENUM") or item in ("UUID", "TIME"):
@@ -517,17 +631,6 @@ def _cast_whole(name: str, item: str, lists: str, rounded: bool) -> str:
     value = "x" if lists else column
     id_ = _wrapped(value) if item == "UBIGINT" else _checked_id(name, value)  # an id keeps all its 64 bits
     return f"list_transform({column}, lambda x: {id_})" if lists else id_
-
-
-def _checked(value: str, name: str, test: str, kind: str) -> str:
-    """SQL of a number in the type that the table has. It fails at a number that would change, and names it."""
-    shown = name.replace("'", "''")
-    fitting = {"BIGINT": "whole numbers", "FLOAT": "whole numbers up to 2^24", "DOUBLE": "whole numbers up to 2^53"}
-    sentence = f"column ''{shown}'' has {fitting[kind]} in the table, and cannot hold "
-    return (
-        f"CASE WHEN {value} IS NULL OR ({test}) THEN CAST({value} AS {kind})"
-        f" ELSE error('{sentence}' || CAST({value} AS VARCHAR)) END"
-    )
 
 
 def _unstorable(name: str, kind: str) -> DataError:

@@ -127,29 +127,38 @@ def _test(
 
 
 def _fits(column: str, kind: str) -> str:
-    """Returns the SQL that tells whether all values have a type. `double` in small letters: by any way of writing."""
-    if kind in _ISO:
-        test = f"regexp_full_match({column}, '{_ISO[kind]}') AND TRY_CAST({column} AS {kind}) IS NOT NULL"
-    elif kind == "double":
-        test = f"TRY_CAST({column} AS DOUBLE) IS NOT NULL"
-    elif kind == "BOOLEAN":
-        test = f"lower({column}) IN ('true', 'false')"
-    elif kind.upper() == "DOUBLE":  # a long one may have more digits than a number keeps
-        shortest = f"coalesce(CAST(TRY_CAST({column} AS DOUBLE) AS VARCHAR) = {column}, false)"
-        written = f"regexp_full_match({column}, '{DECIMAL}')"
-        test = f"CASE WHEN length({column}) <= {EXACT_LENGTH} THEN {written} ELSE {shortest} END"
-        if kind == "DOUBLE":
-            behind = f"regexp_matches({column}, '{ZERO_BEHIND}')"
-            test += f" AND NOT CASE WHEN suffix({column}, '0') THEN {behind} ELSE false END"
-    else:
-        test = f"coalesce(CAST(TRY_CAST({column} AS {kind}) AS VARCHAR) = {column}, false)"
-        if kind == "HUGEINT":
-            test += f" AND TRY_CAST({column} AS HUGEINT) BETWEEN 0 AND 18446744073709551615"
-    fits = f"bool_and({test}) FILTER ({column} IS NOT NULL)"
+    """Returns the SQL that tells whether all values have a type."""
+    fits = f"bool_and({fits_text(column, kind)}) FILTER ({column} IS NOT NULL)"
     if kind != "Double":
         return fits
     places, pointed = f"length({column}) - strpos({column}, '.')", f"contains({column}, '.')"
     return f"{fits} AND min({places}) FILTER ({pointed}) = max({places}) FILTER ({pointed})"
+
+
+def fits_text(value: str, kind: str) -> str:
+    """Returns the SQL that tells whether a text has a type. `double` in small letters: by any way of writing.
+
+    Args:
+        value: SQL of a text that is not null.
+    """
+    if kind in _ISO:
+        return f"regexp_full_match({value}, '{_ISO[kind]}') AND TRY_CAST({value} AS {kind}) IS NOT NULL"
+    if kind == "double":
+        return f"TRY_CAST({value} AS DOUBLE) IS NOT NULL"
+    if kind == "BOOLEAN":
+        return f"lower({value}) IN ('true', 'false')"
+    same = f"coalesce(CAST(TRY_CAST({value} AS {kind}) AS VARCHAR) = {value}, false)"
+    if kind.upper() == "DOUBLE":  # a long one may have more digits than a number keeps
+        test = (
+            f"CASE WHEN length({value}) <= {EXACT_LENGTH} THEN regexp_full_match({value}, '{DECIMAL}') ELSE {same} END"
+        )
+        behind = f"regexp_matches({value}, '{ZERO_BEHIND}')"
+        return (
+            f"{test} AND NOT CASE WHEN suffix({value}, '0') THEN {behind} ELSE false END" if kind == "DOUBLE" else test
+        )
+    if kind == "HUGEINT":
+        return f"{same} AND TRY_CAST({value} AS HUGEINT) BETWEEN 0 AND 18446744073709551615"
+    return same
 
 
 def common_types(

@@ -24,7 +24,6 @@ from pipeline.extraction import extract
 from pipeline.extraction.config import LabelColumns, SourceConfig
 from pipeline.extraction.opening import SourceContext, open_source_rows
 from storage.config import WarehouseConfig
-from storage.errors import StorageError
 from storage.warehouse import Warehouse
 from tests.homes import read_rows
 
@@ -500,15 +499,6 @@ def test_a_day_without_a_good_row_is_refused(ingest: Any, put: Any) -> None:
 
 
 # Columns
-
-
-def test_a_column_that_changes_its_kind_between_days(ingest: Any, put: Any, warehouse: Warehouse) -> None:
-    put("rows.parquet", user=[1], label=[0], date=[DAY1])
-    before = ingest(BY_DAY).snapshot
-    put("rows.parquet", user=["a"], label=[0], date=[DAY2])
-    with pytest.raises(StorageError, match=r"^columns of table 'events': expected user integer, got user text\. "):
-        ingest(BY_DAY)
-    assert warehouse.current("events") == before
 
 
 def test_a_column_name_that_the_warehouse_does_not_take(ingest: Any, put: Any, warehouse: Warehouse) -> None:

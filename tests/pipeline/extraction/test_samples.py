@@ -252,9 +252,9 @@ def test_a_column_may_have_another_type_on_a_later_day_if_no_value_changes(
     wanted = {name: [*pa.array(one).to_pylist(), *pa.array(two).to_pylist()] for name, (one, two) in pairs.items()}
     assert found == wanted | {"text": ["a", "b", "1", f"{2**60}"], "text_of_floats": ["1", "b", "5", None]}
     for name, values, got in (
-        ("price", [1.5, 2.0], "price float"),
-        ("id", ["a", "b"], "id text"),
-        ("whole", [1.5, 2.0], "1.5"),
+        ("price", [1.5, 2.0], "'1.5'"),
+        ("id", ["a", "b"], "'a'"),
+        ("whole", [1.5, 2.0], "'1.5'"),
     ):
         own, read = {"path": "3.parquet"}, [name] if name == "price" else []
         with pytest.raises(ContractError, match=f"got .*{got}.*A table's column keeps its type.*begin a new") as error:
@@ -364,19 +364,6 @@ def test_bytes_that_are_text_are_text(ingest: Any, stored: Any, put: Any) -> Non
     assert stored()["label"].tolist() == [0, 1, 1]
 
 
-@pytest.mark.parametrize("profile", [True, False])
-def test_a_value_that_the_table_cannot_hold_is_named_whoever_reads_it_first(
-    ingest: Any, put: Any, profile: bool
-) -> None:
-    """The statistics, or the writing of the rows."""
-    for day, number in ((1, 5), (2, 5.5)):
-        put(f"{day}.parquet", date=[f"2024-01-0{day}"] * 2, x=[number] * 2, user=[1, 2], label=[0, 1])
-        if day == 1:
-            ingest({"path": "*.parquet", "day_column": "date"}, profile=profile)
-    with pytest.raises(DataError, match=r"column 'x': expected whole numbers, as in table 'events', got 5\.5"):
-        ingest({"path": "*.parquet", "day_column": "date"}, profile=profile)
-
-
 ANY_LABEL = {"one_label": "off"}
 
 
@@ -448,8 +435,8 @@ def test_no_number_becomes_another_and_no_id_two_texts(
 @pytest.mark.parametrize(
     ("before", "after", "got"),
     [
-        (pa.array([1.5]), decimals("9007199254740993", scale=0), "whole numbers up to 2^53"),
-        (pa.array([[1.5]]), pa.array([[2**53 + 1]]), "one of which is 9007199254740993"),
+        (pa.array([1.5]), decimals("9007199254740993", scale=0), "got others in 1 rows, such as '9007199254740993'"),
+        (pa.array([[1.5]]), pa.array([[2**53 + 1]]), "got others in 1 rows, such as '[9007199254740993]'"),
         (pa.array([[1]]), pa.array([[1.5]]), "whole numbers"),
         (pa.array([["a"]]), pa.array([[1.0]]), [["1"]]),
     ],
