@@ -16,7 +16,7 @@ from pipeline.jobs.recurring.pending import PendingDays, find_open, find_pending
 from pipeline.jobs.training.identity import describe_joined, digest, semantics
 from pipeline.jobs.training.job import REGISTERED, TrainingJob, build_specs, find_begun, make_job, registered_model
 from pipeline.jobs.training.provenance import find_record
-from pipeline.jobs.training.rank.spec import WEIGHTS
+from pipeline.jobs.training.rank.spec import WEIGHTS, checkpoint_identity
 from pipeline.jobs.training.train import fetch_served
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec, count_rows
@@ -243,7 +243,7 @@ def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> S
         plan: The champion's.
     Raises:
         RegistryError: If the checkpoint is gone.
-        CheckpointError: If it is damaged.
+        CheckpointError: If it is damaged, or of another model or optimizer than the config's.
     """
     root = inside(workspace.home / "runs", champion.run_folder) / CHECKPOINTS
     fetch_served(workspace, root)
@@ -251,6 +251,8 @@ def find_start(workspace: Workspace, champion: ChampionVersion, plan: Plan) -> S
     if found is None:
         where = f"model '{workspace.config.model_name}', version {champion.version}"
         raise RegistryError(where, f"its checkpoint in '{root}'", "none", "Train from scratch: scratch=true.")
+    config = workspace.config
+    checkpoint.require_identity(found, checkpoint_identity(config.model, config.training, plan))
     store = workspace.stored(root)
     shared = store is not None and found.name in CheckpointIndex(store).read()
     return Start(checkpoint=str(found), plan=plan, store=store.address if store is not None and shared else None)

@@ -51,3 +51,11 @@ class RankSpec(BaseModel, frozen=True):
     def plan(self) -> Plan:
         """The preprocessing plan of the model."""
         return self.train.plan
+
+
+def checkpoint_identity(model: DLRMConfig, training: TrainConfig, plan: Plan) -> dict[str, str]:
+    """Returns what a checkpoint must match: transforms, model and optimizers."""
+    settings = {f"model.{key}": value for key, value in model.model_dump(mode="json").items()}
+    optimizers = training.model_dump(mode="json", include={"dense_optimizer", "table_optimizer", "table_precision"})
+    settings |= {f"training.{key}": value for key, value in optimizers.items()}
+    return {key: str(value) for key, value in settings.items()} | {"preprocessing plan": plan.hash}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.jobs.training.rank.spec import RankSpec
+from pipeline.jobs.training.rank.spec import RankSpec, checkpoint_identity
 from pipeline.training.launch.heartbeat import Heartbeat
 from pipeline.training.learner import Learner
 from pipeline.training.restore import Emit, Restore
@@ -35,7 +35,7 @@ def make_restore(spec: RankSpec, emit: Emit, heartbeat: Heartbeat) -> Restore:
     folder, store = Path(spec.folder) / "checkpoints", open_store(spec, heartbeat)
     return Restore(
         Checkpoints(folder) if store is None else StoredCheckpoints(folder, store.child("checkpoints"), spec.claim),
-        describe_identity(spec),
+        checkpoint_identity(spec.model, spec.training, spec.train.plan),
         keeps_lost=spec.preprocessing.on_corrupt == "quarantine",
         otherwise=None if spec.start is None else partial(load_start, spec, spec.start, emit, heartbeat),
     )
@@ -86,8 +86,7 @@ def transfer_checkpoint(spec: RankSpec, start: Start, emit: Emit, restore: Resto
         served = served_prefix(source)
         stored = read_whole(source, served, "dense/", "tables/")
         old = {name.replace(served, "model/", 1): tensor for name, tensor in stored.items()}
-        old_spec = spec.model_copy(update={"train": spec.train.model_copy(update={"plan": start.plan})})
-        require_identity(source, describe_identity(old_spec))
+        require_identity(source, checkpoint_identity(spec.model, spec.training, start.plan))
         before, now = (FeatureState(dense=plan.dense, bags=plan.sparse) for plan in (start.plan, spec.train.plan))
         made = transfer_state(spec.model, old, fresh, (before, now), unchanged_features(spec.train.plan, start.plan))
         progress = read_progress(source) | {"averaged": 0}
@@ -95,13 +94,3 @@ def transfer_checkpoint(spec: RankSpec, start: Start, emit: Emit, restore: Resto
         restore.checkpoints.share(GROWN)
         emit({"event": "grown", "new": list(made.new_tables), "larger": list(made.larger_tables)})
     dist.barrier()
-
-
-def describe_identity(spec: RankSpec) -> dict[str, str]:
-    """Returns what a checkpoint must match: transforms, model and optimizers."""
-    settings = {f"model.{key}": value for key, value in spec.model.model_dump(mode="json").items()}
-    optimizers = spec.training.model_dump(
-        mode="json", include={"dense_optimizer", "table_optimizer", "table_precision"}
-    )
-    settings |= {f"training.{key}": value for key, value in optimizers.items()}
-    return {key: str(value) for key, value in settings.items()} | {"preprocessing plan": spec.train.plan.hash}

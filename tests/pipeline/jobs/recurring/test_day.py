@@ -3,20 +3,31 @@
 import datetime
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pipeline.data.config import PARTS, SplitConfig
 from pipeline.data.selection import select
-from pipeline.jobs.recurring.day import clear_old_runs, exclude_test_rows, identity_of_day
+from pipeline.jobs.recurring.day import (
+    clear_old_runs,
+    exclude_test_rows,
+    find_start,
+    identity_of_day,
+    require_champion,
+)
 from pipeline.jobs.recurring.run import load_series
 from pipeline.jobs.training.checkpoints import list_checkpoints
+from pipeline.jobs.training.rank.spec import checkpoint_identity
 from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.dataset import DataSpec
+from pipeline.training.state.checkpoint import CheckpointError, write_whole
 from tests.homes import open_smoke
 
 SPLIT = {"hash": {"key": ["cat_user", "cat_item"], "shares": {"train": 0.8, "test": 0.2}, "days": ["2025-01-01"]}}
+KEYS = {"name": "shared", "split": SPLIT, "recurring.keep_checkpoints": 1}
 LAST = datetime.date(2025, 1, 9)
 Make = Callable[..., Workspace]
 
@@ -25,8 +36,7 @@ Make = Callable[..., Workspace]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Opens a workspace of a model that is trained on table `shared`."""
     monkeypatch.setenv("DLRM_HOME", str(tmp_path))
-    keys = {"name": "shared", "split": SPLIT, "recurring.keep_checkpoints": 1}
-    return lambda model: open_smoke(keys | {"registration.model_name": model})
+    return lambda model, **more: open_smoke(KEYS | {"registration.model_name": model} | more)
 
 
 def make_run(workspace: Workspace, day: int, alias: str | None = None) -> Path:
@@ -106,3 +116,24 @@ def test_incremental_training_reads_all_but_the_test_rows() -> None:
     data = {part: make(selection=select(split, part, [LAST], None)) for part in PARTS}
     train, valid, test = (data[part].selection.hash_range for part in PARTS)
     assert exclude_test_rows(data).selection.hash_range == (train[0], valid[1]) == (0, test[0])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "got"),
+    [
+        ("model.embedding_width", 32, "8"),
+        ("model.top_mlp", [8], r"\[16\]"),
+        ("training.table_optimizer", "sgd", "rowwise_adagrad"),
+    ],
+)
+def test_a_champion_of_another_shape_is_named_before_ranks_start(make: Make, key: str, value: Any, got: str) -> None:
+    """Else each rank named a tensor of its optimizer, after minutes."""
+    daily = make("daily")
+    plan: Any = SimpleNamespace(hash="abc")
+    champion = make_run(daily, 1, "champion")
+    folder = champion / "checkpoints" / "step-0000000007"
+    identity = checkpoint_identity(daily.config.model, daily.config.training, plan)
+    write_whole(folder, {"model/w": torch.zeros(1)}, {"steps": 7, "finished": True}, identity)
+    other = make("daily", **{key: value})
+    with pytest.raises(CheckpointError, match=rf"{key}: expected .*, got {got}\. .*scratch=true"):
+        find_start(other, require_champion(other), plan)

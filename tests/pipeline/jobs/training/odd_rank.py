@@ -18,8 +18,7 @@ from pydantic import BaseModel
 from pipeline.jobs.training.rank import group, main
 from pipeline.jobs.training.rank.group import open_event_writer
 from pipeline.jobs.training.rank.model import build_model
-from pipeline.jobs.training.rank.spec import RankSpec
-from pipeline.jobs.training.rank.start import describe_identity
+from pipeline.jobs.training.rank.spec import RankSpec, checkpoint_identity
 from pipeline.processes.build import read_build
 from pipeline.training.restore import Restore
 from pipeline.training.state import checkpoint
@@ -61,7 +60,7 @@ def reload(what: Reload, world_size: int, device: torch.device) -> None:
     """Saves the initial state, and the state after loading each checkpoint."""
     spec, folder = what.spec, Path(what.spec.folder)
     model, _ = build_model(spec, world_size, device)
-    restore = Restore(Checkpoints(folder), describe_identity(spec))
+    restore = Restore(Checkpoints(folder), checkpoint_identity(spec.model, spec.training, spec.train.plan))
     trainer = Trainer(model, spec.training, TrainingData(lambda position: iter(())), restore, print, spec.seed, device)
     checkpoint.save(folder / "initial", trainer.learner.state(), {})
     for name, source in what.sources.items():
