@@ -265,3 +265,20 @@ def test_a_champion_promoted_meanwhile_stays_champion(copied):
     assert found.reason == "Version 1 became champion meanwhile. NE is lower."
     assert find_holder(tracker, "smoke") == 1
     assert evaluate.apply_verdict(Workspace(config), 1, verdict.model_copy(update={"champion": 1}))[1] == "champion"
+
+
+def test_a_version_that_has_learned_fewer_days_than_a_daily_champion_is_held(copied, caplog):
+    """Its promotion would take days back, and the next night would learn them again."""
+    config = load(CONFIG)
+    client = Workspace(config).tracking.client
+    daily = client.create_model_version("smoke", "daily", tags={"day": "2025-01-20", "trained_to": "2025-01-20"})
+    verdict = Verdict(decision="promote", reason="NE is lower.", champion=int(daily.version))
+    client.set_registered_model_alias("smoke", "champion", daily.version)
+    days = client.get_model_version("smoke", "1").tags["trained_to"]
+    found, alias = evaluate.apply_verdict(Workspace(config), 1, verdict)
+    assert (found.decision, alias) == ("hold", "challenger")
+    behind = f"It has learned days up to {days}, and version {daily.version}, which daily runs train, those up to 2025-01-20."
+    assert found.reason == f"{behind} NE is lower."
+    assert behind in caplog.text
+    client.set_model_version_tag("smoke", "1", "trained_to", "2025-01-20")
+    assert evaluate.apply_verdict(Workspace(config), 1, verdict)[1] == "champion"

@@ -415,11 +415,26 @@ def apply_verdict(workspace: Workspace, version: int, verdict: Verdict) -> tuple
     """Carries a verdict out: the verdict, or another where the champion has changed since; the version's alias."""
     tracker, name = workspace.tracking, workspace.config.model_name
     verdict = hold_if_overtaken(verdict, find_holder(tracker, name))
+    if verdict.decision == "promote" and (behind := _find_days_behind(workspace, version, verdict.champion)):
+        workspace.console.log.warning("version %s is held: %s", version, behind)
+        verdict = verdict.model_copy(update={"decision": "hold", "reason": f"{behind} {verdict.reason}"})
     if verdict.decision == "reject":
         return verdict, None
     alias = CHAMPION if verdict.decision == "promote" else CHALLENGER
     move_alias(tracker, name, alias, version, "gate", verdict.reason)
     return verdict, alias
+
+
+def _find_days_behind(workspace: Workspace, version: int, champion: int | None) -> str | None:
+    """Says that a version has learned fewer days than a champion of daily runs. None: it has not."""
+    if champion is None:
+        return None
+    tracker, name = workspace.tracking, workspace.config.model_name
+    own, theirs = (tracker.client.get_model_version(name, str(one)).tags for one in (version, champion))
+    last, newest = own.get("trained_to", ""), theirs.get("trained_to", "")
+    if "day" in own or "day" not in theirs or last >= newest:
+        return None
+    return f"It has learned days up to {last}, and version {champion}, which daily runs train, those up to {newest}."
 
 
 @step("evaluate")
