@@ -34,6 +34,9 @@ class Draft(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tru
     source_keys: Mapping[str, Any] = {}
     """Keys of a source that does not say where its rows are. The command does."""
 
+    unread: tuple[str, ...] = ()
+    """Keys of the config's features that make columns. A suggestion does not have them."""
+
     @model_validator(mode="after")
     def _label_is_known(self) -> Self:
         if self.source is not None:
@@ -80,6 +83,8 @@ def load_draft(
         values |= {"source": None, "source_keys": {**(values.get("source_keys") or {}), **source}}
     given = values.get("features") or {}
     split = values.get("split")
+    if unread := [f"features.{key}" for key in ("derived", "joined", "histories", "windows") if given.get(key)]:
+        values |= {"unread": unread}
     labels = {key: given[key] for key in ("label", "weight") if given.get(key)}
     values = {key: value for key, value in values.items() if key not in COLUMN_SECTIONS}
     return validate(_FullDraft, where, values | {"features": labels, "split": split})

@@ -56,6 +56,17 @@ def test_files_alone_give_a_whole_config(command, tmp_path):
     assert config.split.days.test == ("2025-01-08",)
 
 
+def test_columns_that_the_config_makes_and_the_suggestion_lacks_are_named(command, tmp_path):
+    histories = {"features.histories": [{"table": "log", "as_of": "at"}], "features.derived": [{"kind": "ngram"}]}
+    given = load_draft(load_draft(CONFIG, {"source.generator.rows_per_day": 1_000, **histories}))
+    result = suggest(given, {"home": str(tmp_path / "home")})
+    note = "not taken over from the config, add what you need: features.derived, features.histories"
+    assert result["notes"] == [note]
+    with open(result["config_path"]) as file:
+        assert note in re.sub(r"[\s#]+", " ", file.read())
+    load(result["config_path"])
+
+
 def test_without_a_table_the_source_is_inspected(command, tmp_path):
     code, result, _ = command(suggest, CONFIG, "source.generator.rows_per_day=1_000", home=tmp_path / "home")
     assert (code, result["looked_at"], result["rows"], result["days"]) == (0, "files of the source", 4_000, 4)

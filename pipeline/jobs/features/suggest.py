@@ -394,6 +394,8 @@ def write_suggestion(job: DraftJob, files: bool) -> Written:
     notes: list[str] = []
     if files or not has_own_table(job):
         job, notes = adapt_source(job)
+    if job.draft.unread:
+        notes.append(f"not taken over from the config, add what you need: {', '.join(job.draft.unread)}")
     seen = look(job, files)
     written = write(job, replace(seen, notes=(*notes, *seen.notes)))
     logger, suggestion = job.console.log, written.suggestion
