@@ -19,7 +19,7 @@ def home_path(home: str) -> Path:
 
     Raises:
         ConfigError: If the path has # or ?, which cut off the addresses of files and databases below it, or is itself
-            an address.
+            an address, or if there is no such folder and none can be made.
     """
     text = os.environ.get("DLRM_HOME") or home
     if is_address(text):
@@ -30,6 +30,10 @@ def home_path(home: str) -> Path:
     path = ROOT / Path(text).expanduser()
     if "#" in str(path) or "?" in str(path):
         raise ConfigError("home", "a path without # and ?", f"'{path}'", "Choose another folder.")
+    place = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not place.is_dir() or (place != path and not os.access(place, os.W_OK)):
+        problem = "in which this user may make folders" if place.is_dir() else "a folder"
+        raise ConfigError(f"home '{path}'", problem, f"'{place}'", "Set DLRM_HOME, or home, to another folder.")
     return path
 
 

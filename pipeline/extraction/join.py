@@ -2,16 +2,17 @@
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import duckdb
 from pydantic import BaseModel
 
 from pipeline.data.formats.reading import ReadableFile
-from pipeline.data.formats.types import FILE, ISO_DAY, ROW
-from pipeline.errors import ConfigError
+from pipeline.data.formats.types import FILE, ISO_DAY, ROW, as_text
+from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
-from pipeline.extraction.sources import check_keys, create_view, has_zone, repeated_rows
+from pipeline.extraction.sources import check_keys, create_view, has_zone, key_family, repeated_rows
 from storage.arrow import differing_clocks
 from storage.query import column_types, quote
 
@@ -142,11 +143,9 @@ class Join:
         self.first, self.last = self.connection.sql(  # before the view has labels: they triple the time
             f"SELECT min({SHOWN}), max({SHOWN}) FROM {samples} WHERE {REASON} IS NULL AND {days}"
         ).fetchall()[0]
-        extra = [f"o.{quote(self.config.action_column)} AS action"] if self._actions() else []
+        extra = [f"{self._action('o.')} AS action"] if self._actions() else []
         amounts = {made.amount for made in self.made.values() if made.amount is not None}
-        extra += [
-            f"TRY_CAST(o.{quote(name)} AS DECIMAL(38, 6)) AS {quote('amount ' + name)}" for name in sorted(amounts)
-        ]
+        extra += [f"{_amount(f'o.{quote(name)}')} AS {quote('amount ' + name)}" for name in sorted(amounts)]
         self.connection.execute(
             f"CREATE TABLE attributed AS SELECT {', '.join(['s.key', 's.shown', f'o.{self.time} AS happened', *extra])}"
             f" FROM outcomes o LEFT JOIN (SELECT {KEY} AS key, {SHOWN} AS shown, {days} AS due FROM {samples} WHERE"
@@ -200,13 +199,18 @@ class Join:
                     f"{inside:,} of {total:,}",
                 )  # fmt: skip
             if made.action is not None and self.whole:
-                action = f"CAST({quote(self.config.action_column)} AS VARCHAR)"
+                action = self._action()
                 kinds = self.connection.sql(
                     f"SELECT {action}, count(*) FROM outcomes GROUP BY 1 ORDER BY 2 DESC, 1"
                 ).fetchall()
                 if sum(count for _, count in kinds) >= FEW_OUTCOMES and made.action not in {kind for kind, _ in kinds}:
                     known = ", ".join(f"{kind}" for kind, _ in kinds[:NAMED_ACTIONS])
                     yield name, f"outcomes with action '{made.action}'", f"none, but {known}"
+
+    def _action(self, table: str = "") -> str:
+        """SQL of the action as text: 1.0 is the action 1."""
+        kind = column_types(self.connection, OUTCOMES)[self.config.action_column]
+        return as_text(f"{table}{quote(self.config.action_column)}", kind)
 
     def _actions(self) -> bool:
         return any(made.action is not None for made in self.made.values())
@@ -249,6 +253,7 @@ class Join:
             zones[column] = has_zone(known[names[1]])
         check_keys("source.outcomes", config.on, kinds)
         self._refuse_dates(dates)
+        self._refuse_amounts(known)
         self.clocks = differing_clocks("source.outcomes", zones)
         there = {name.lower(): name for name in self.connection.view(source).columns}
         taken = [there[name.lower()] for name in config.columns(label) if name.lower() in there]
@@ -259,6 +264,19 @@ class Join:
                 "one that already has this column",
                 "Rename the column or the label. Without source.outcomes, rows keep their own label.",
             )
+
+    def _refuse_amounts(self, kinds: Mapping[str, str]) -> None:
+        """Refuses amounts that cannot be summed: they would count as 0."""
+        for name in sorted({made.amount for made in self.made.values() if made.amount is not None}):
+            if key_family(kinds[name]) == "integers":
+                continue
+            bad = f"{quote(name)} IS NOT NULL AND {_amount(quote(name))} IS NULL"
+            query = f"SELECT CAST({quote(name)} AS VARCHAR), {FILE} FROM {OUTCOMES} WHERE {bad} LIMIT 1"
+            for value, file in self.connection.sql(query).fetchall():
+                raise DataError(
+                    f"column '{name}' of the outcome log", "amounts such as 9.99", f"'{value}' in '{Path(file).name}'",
+                    "Write numbers with a point, or name another column.",
+                )  # fmt: skip
 
     def _refuse_dates(self, dates: Mapping[str, bool | None]) -> None:
         """Refuses dates against times, and dates with windows of parts of a day."""
@@ -297,9 +315,14 @@ class Join:
         return f"text such as '{found[0][0]}'" if found else "text"
 
 
+def _amount(value: str) -> str:
+    """SQL of a value as an amount, which sums exactly. Null: it is none."""
+    return f"TRY_CAST({value} AS DECIMAL(38, 6))"
+
+
 def _of(made: OutcomeLabel) -> str:
     """SQL condition that an outcome has the action of the label."""
-    return "true" if made.action is None else f"CAST(action AS VARCHAR) = {_text(made.action)}"
+    return "true" if made.action is None else f"action = {_text(made.action)}"
 
 
 def _value(made: OutcomeLabel, number: int) -> str:

@@ -24,7 +24,13 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import REPEAT_DAYS, EventTable, LabelColumns, SideTable, SourceConfig
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, OUTCOMES, REASON, SHOWN, Join
-from pipeline.extraction.samples import GOOD, add_event_types, add_types, unstorable_columns
+from pipeline.extraction.samples import (
+    GOOD,
+    add_event_types,
+    add_types,
+    unstorable_columns,
+    unstorable_event_columns,
+)
 from pipeline.extraction.sources import create_view, find_invalid_utf8, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list, is_text
@@ -267,14 +273,31 @@ class SourceReader:
         with _connection(list(read.values()), context) as connection:
             stored = stored_types(context.warehouse, context.table)
             times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
-            create_view(
+            hidden = create_view(
                 connection, SOURCE, [read[file] for file in files.rows], context.place("path"), self.numbered, times,
                 source.date_format or (), source.day_unit, source.rename,
                 {name: kind.removesuffix("[]") for name, kind in stored.items()}, context.clocks, self.known.rows,
             )  # fmt: skip
             tables = [(one, [read[file] for file in paths]) for one, paths in files.lookups.items()]
             view, notes = join_side_tables(connection, SOURCE, tables, source.rename) if tables else (SOURCE, [])
+            notes += self._describe_unread(files, column_types(connection, view), hidden)
             yield RawSource(connection, view, files, read, notes)
+
+    def _describe_unread(self, files: SourceFiles, types: Mapping[str, str], hidden: Sequence[str]) -> Iterator[str]:
+        """Yields what of the files, or of the config, rows do not have.
+
+        Args:
+            types: Columns of the rows -> type.
+            hidden: Columns whose names begin with __.
+        """
+        rename = self.context.place("rename")
+        if hidden:
+            yield f"columns left out, whose names begin with __ ({rename} gives them others): {', '.join(hidden)}"
+        if absent := [old for old, new in self.context.source.rename.items() if new not in types]:
+            yield f"{rename} names columns that these files do not have: {', '.join(absent)}"
+        folders = {name for file in files.rows for name in folder_values(file)}
+        if unread := sorted(folders - types.keys()):
+            yield f"folders name values that are no columns of the rows: {', '.join(unread)}"
 
     @contextmanager
     def open(self, files: SourceFiles) -> Iterator[OpenSource]:
@@ -304,7 +327,7 @@ class SourceReader:
                 left = unstorable_columns(connection, view, context.schema, made)
                 samples = add_types(connection, view, context.schema, source, columns, made, self.numbered, stored)
             else:
-                left = {}
+                left = unstorable_event_columns(connection, view, context.events)
                 samples = add_event_types(
                     connection, view, context.events, context.place, self.numbered, context.repeat_seconds, stored
                 )

@@ -433,6 +433,13 @@ def unstorable_columns(
     return {name: types[name] for name in odd if name not in read}
 
 
+def unstorable_event_columns(connection: duckdb.DuckDBPyConnection, view: str, events: EventTable) -> dict[str, str]:
+    """Returns the columns that patterns of an event table take and the warehouse has no type for -> their types."""
+    types = {name: kind for name, kind in column_types(connection, view).items() if name not in (FILE, ROW)}
+    taken = {name for pattern in events.columns for name in fnmatch.filter(types, pattern)} - {*events.columns}
+    return {name: types[name] for name in types if name in taken and not is_storable(types[name])}
+
+
 def _type_columns(
     connection: duckdb.DuckDBPyConnection,
     view: str,

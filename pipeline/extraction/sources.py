@@ -37,8 +37,10 @@ def create_view(
     stored: Mapping[str, str] = MappingProxyType({}),
     clocks: Collection[str] = (),
     known: Mapping[str, str] = MappingProxyType({}),
-) -> None:
+) -> list[str]:
     """Creates one view of all files. A column that a file lacks is null in its rows.
+
+    Columns whose names begin with __ are left out: views have such columns of their own.
 
     Args:
         where: Config key that names the files.
@@ -50,6 +52,8 @@ def create_view(
         rename: `source.rename`. Columns that the files lack are passed over. The other names here are new ones.
         stored: Column -> DuckDB's type of it in the table that the rows are for.
         known: Column -> its type in further files. The view has all of them.
+    Returns:
+        The columns that are left out.
     Raises:
         DataError: If a file cannot be read, or a time has none of the formats.
     """
@@ -62,6 +66,8 @@ def create_view(
     ):
         rows = read_files(connection, files, numbered, given if formats else (), kept)
         rows = _rename(_add_folders(rows, files, given), rename, where)
+        hidden = [name for name in rows.columns if name.startswith("__") and name != FILE]
+        rows = rows.select(f"* EXCLUDE ({', '.join(map(quote, hidden))})") if hidden else rows
         kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
         empty = [time for time, kind in kinds.items() if time in times and kind == NOTHING]
         if empty:  # a log without a row yet is one of times
@@ -78,6 +84,7 @@ def create_view(
             section = "source." if where.startswith("source.") else where.removesuffix("path")
             rows = count_times(rows, counted, unit, f"{section}day_unit")
         _add_known(rows, known).create_view(name)
+    return hidden
 
 
 def _add_known(rows: duckdb.DuckDBPyRelation, known: Mapping[str, str]) -> duckdb.DuckDBPyRelation:
@@ -207,7 +214,8 @@ def join_side_tables(
     selected, joins, notes = ["s.*"], [], list[str]()
     for i, (lookup, files) in enumerate(lookups):
         view = f"lookup_{i}"
-        create_view(connection, view, files, lookup.place, rename=rename)
+        if hidden := create_view(connection, view, files, lookup.place, rename=rename):
+            notes.append(f"columns left out of {lookup.place}, whose names begin with __: {', '.join(hidden)}")
         own = {name: kind for name, kind in column_types(connection, view).items() if name != FILE}
         _check_side_table(connection, lookup, view, columns, own)
         added = [name for name in own if name not in (*lookup.on, lookup.valid_from)]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import mlflow
 import psutil
@@ -23,7 +24,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import AccessError, RegistryError, TrackingError
+from pipeline.errors import AccessError, ConfigError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.sections import in_section
 from storage.errors import SHORTAGES
@@ -83,6 +84,7 @@ class Tracker:
         with ENVIRONMENT_LOCK:
             named = os.environ.get("MLFLOW_TRACKING_URI")
             self.uri = config.tracking_uri or named or f"sqlite:///{home.resolve()}/mlflow/mlflow.db"
+            _require_address(self.uri)
             if self.uri.startswith("sqlite:///"):
                 Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
                 self.uri += "" if "?" in self.uri else f"?timeout={LOCK_SECONDS}"
@@ -94,6 +96,11 @@ class Tracker:
             try:
                 self.client = MlflowClient(tracking_uri=self.uri)
                 self.experiment_id = self._experiment(experiment, home)
+            except ModuleNotFoundError as error:
+                raise RegistryError(
+                    f"MLflow at {redact(self.uri)}", f"the package '{error.name}'", "an environment without it",
+                    "Install it, or use postgresql:// with the extra postgres.",
+                ) from None  # fmt: skip
             except MlflowException as error:
                 if OUTDATED not in str(error):
                     raise
@@ -382,6 +389,16 @@ def redact(text: str) -> str:
         'postgresql://host/db?password=...&a=1'
     """
     return re.sub(r"(password|pwd)=[^&\s]*", r"\1=...", re.sub(r"//\S*@", "//", text))
+
+
+def _require_address(uri: str) -> None:
+    """Refuses what is no address of a server or database. MLflow would take a word for a folder."""
+    kind = urlsplit(uri).scheme.partition("+")[0] if not uri.startswith("databricks") else "databricks"
+    if kind not in ("http", "https", "databricks", "postgresql", "mysql", "sqlite", "mssql"):
+        raise ConfigError(
+            "address of MLflow", "one such as http://HOST:5000, postgresql://HOST/NAME or sqlite:////PATH",
+            f"'{redact(uri)}'", "Correct registration.tracking_uri, or MLFLOW_TRACKING_URI.",
+        )  # fmt: skip
 
 
 def is_not_found(error: MlflowException) -> bool:

@@ -257,7 +257,7 @@ def test_a_home_that_cannot_be_written_to_is_refused(
         code, result, _ = ended(Flow({"status": "ok"}), ["configs/smoke.yaml"], capsys)
     assert (code, result["error"]) == (
         1,
-        f"cannot write to home '{tmp_path / home}': Not a directory. Set DLRM_HOME to another folder.",
+        f"home '{tmp_path / home}': expected a folder, got '{tmp_path / 'file'}'. Set DLRM_HOME, or home, to another folder.",
     )
 
 

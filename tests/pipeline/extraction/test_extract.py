@@ -501,6 +501,27 @@ def test_a_day_without_a_good_row_is_refused(ingest: Any, put: Any) -> None:
 # Columns
 
 
+def test_what_rows_do_not_have_of_their_files_is_said(ingest: Any, stored: Any, put: Any) -> None:
+    """The index of pandas, folders of other engines, a name that no file has, columns of side tables."""
+    columns = {"user": [1, 2], "label": [0, 1], "__index_level_0__": [7, 8], "__key": [1, 2], "__file": ["x", "y"]}
+    put("day=2024-01-01/country=us/rows.parquet", **columns)
+    put("users.parquet", user=[1, 2], age=[30, 40], __fragment=[1, 1])
+    source = {"path": "*/*/rows.parquet", "day_column": "day", "rename": {"usr": "person"}}
+    said: list[str] = []
+    ingest(
+        source | {"lookups": [{"path": "users.parquet", "on": "user"}]}, warn=said.append, checks={"one_label": "off"}
+    )
+    assert said == [
+        "columns left out of source.lookups 'users.parquet', whose names begin with __: __fragment",
+        "columns left out, whose names begin with __ (source.rename gives them others): __index_level_0__, __key, __file",
+        "source.rename names columns that these files do not have: usr",
+        "folders name values that are no columns of the rows: country",
+    ]
+    assert sorted(stored().columns) == ["age", "day", "label", "user"]
+    ingest(source | {"rename": {"__key": "key"}}, warn=said.append, checks={"one_label": "off", "losses": "off"})
+    assert stored()["key"].tolist() == [1, 2]
+
+
 def test_a_column_name_that_the_warehouse_does_not_take(ingest: Any, put: Any, warehouse: Warehouse) -> None:
     put("rows.parquet", **{"user": [1], "label": [0], 'a"b': [1]})
     put("more.parquet", **{"user": [1], "label": [0], "hours-per-week": [40]})

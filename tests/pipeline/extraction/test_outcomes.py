@@ -7,10 +7,11 @@ from collections import Counter
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from pipeline.errors import ConfigError, EmptyDatasetError
+from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction.config import SourceConfig
 from storage.warehouse import Warehouse
 
@@ -217,6 +218,35 @@ def test_labels_that_do_not_fit(ingest: Any, put: Any, kind: str) -> None:
     with pytest.raises(ConfigError) as error:
         ingest(source(**changed))
     assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"), [("9,99", "9,99"), ("ten", "ten"), (float("nan"), "nan"), (1e40, "1e[+]40")]
+)
+def test_an_amount_that_cannot_be_summed_is_refused(ingest: Any, put: Any, amount: Any, shown: str) -> None:
+    """It counted as 0."""
+    logs(put)
+    times = [MIDNIGHT + pd.Timedelta(minutes=1)] * 2
+    put(
+        "outcomes/0.parquet",
+        impression_id=["x", "y"],
+        outcome_time=times,
+        action=["purchase"] * 2,
+        price=[None, amount],
+    )
+    with pytest.raises(DataError, match=rf"column 'price' of the outcome log: .*, got '{shown}' in '0.parquet'"):
+        ingest(source())
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.decimal128(20, 1), pa.int8(), pa.string()])
+def test_an_action_is_the_same_in_any_type(ingest: Any, stored: Any, put: Any, kind: pa.DataType) -> None:
+    """pandas writes whole numbers as floats where one is missing, and 1.0 is the action 1."""
+    when = [MIDNIGHT + pd.Timedelta(minutes=minutes) for minutes in range(4)]
+    put("features/1.parquet", impression_id=["a", "b", "c"], event_time=when[:3], user=[1, 2, 3])
+    actions = pa.array([1, 2, None]).cast(kind)
+    put("outcomes/1.parquet", impression_id=["a", "b", "c"], outcome_time=when[3:] * 3, action=actions)
+    ingest(source(labels={"label": {"action": "1"}}))
+    assert stored().set_index("impression_id")["label"].to_dict() == {"a": 1, "b": 0, "c": 0}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mlflow.exceptions import MlflowException, RestException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from pydantic import BaseModel
 
-from pipeline.errors import AccessError, RegistryError, TrackingError
+from pipeline.errors import AccessError, ConfigError, RegistryError, TrackingError
 from pipeline.registration import tracking
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
@@ -177,3 +177,21 @@ def test_a_deleted_experiment_is_one_sentence_with_the_command_that_restores_it(
     )
     Tracker(config, tmp_path, "other").client.restore_experiment(number)
     assert Tracker(config, tmp_path, "gone").experiment_id == number
+
+
+@pytest.mark.parametrize(
+    ("uri", "error", "said"),
+    [
+        ("nonsense", ConfigError, "address of MLflow: expected one such as http://HOST:5000, .*, got 'nonsense'"),
+        ("ftp://host/x", ConfigError, "got 'ftp://host/x'. Correct registration.tracking_uri"),
+        (
+            "mysql+pymysql://u:secret@127.0.0.1/x",
+            RegistryError,
+            "expected the package .pymysql., got an environment without it",
+        ),
+    ],
+)
+def test_what_is_no_address_of_mlflow_is_refused(tmp_path: Path, uri: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said) as caught:
+        Tracker(RegistrationConfig(tracking_uri=uri), tmp_path, "any")
+    assert "secret" not in f"{caught.value}"

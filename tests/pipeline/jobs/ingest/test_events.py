@@ -451,3 +451,16 @@ def test_logs_that_do_not_fit_their_table_are_refused(
     values["features"]["histories"][0] |= {"stored": stored} | log
     with pytest.raises(ConfigError, match=where):
         load(values)
+
+
+def test_columns_that_a_pattern_takes_and_no_table_can_have_are_named(
+    open_: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    workspace = open_(columns=["*"])
+    for path in (tmp_path / "log").iterdir():
+        events = pd.read_parquet(path)
+        events.assign(place=[{"x": 1.0}] * len(events)).to_parquet(path)
+    ingest_days(workspace, None, force=False)
+    assert "which the warehouse has no type for and no feature reads: place (STRUCT(x DOUBLE))" in caplog.text
+    assert {"item", "user", "at"} <= {*stored(workspace).columns}
+    assert "place" not in stored(workspace).columns
