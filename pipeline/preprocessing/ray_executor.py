@@ -41,7 +41,7 @@ from pipeline.preprocessing.transport import framing
 from pipeline.preprocessing.transport.addresses import NetworkSettings, is_loopback
 from pipeline.preprocessing.worker import Worker
 from pipeline.processes.build import Build, read_build, require_same
-from pipeline.processes.process import LOCAL_RAY, PACKAGES, kill_process, process_start
+from pipeline.processes.process import LOCAL_RAY, PACKAGES, PROMISED_BYTES, kill_process, process_start
 from pipeline.processes.ray_cluster import join_cluster, set_ray_environment
 from pipeline.sealed import Letterbox, seal
 from storage.scratch import ScratchFolder
@@ -203,6 +203,7 @@ def _connect(config: PreprocessingConfig, temporary: str) -> None:
         num_cpus=config.most_workers,
         include_dashboard=False,
         object_store_memory=max(OBJECT_STORE_SHARE * config.memory, SMALLEST_STORE_BYTES),
+        _memory=PROMISED_BYTES,
         runtime_env={"env_vars": VARIABLES | {"PYTHONPATH": str(PACKAGES)}},
         _temp_dir=temporary,
         _system_config=dict(LOCAL_RAY),  # Ray writes into it

@@ -42,6 +42,9 @@ LIBRARY_ENVIRONMENT = {
 LOCAL_RAY = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 """System settings of a Ray cluster that a training or a service starts for itself. At Ray's niceness, 15, a process
 gets 3 % of a busy processor. The processes that Ray starts in advance lack our environment and are never used."""
+PROMISED_BYTES = 1 << 30
+"""What such a cluster may promise actors, of which ours ask for none. Without it Ray refuses to start where it finds
+less free memory than its store may take."""
 SEARCHES = (2_000, 20, 100)
 """Objects made until the collector searches the youngest, such searches until it takes those that outlived one, and
 such searches until it takes all. Python's own are 700, 10 and 10."""

@@ -32,15 +32,15 @@ FAULTS: dict[str, list[Change]] = {
         (types._target, "found):\n        return _number(name, items, where, rows, listed)", 'found):\n        return "DOUBLE"'),
     ],
     "decimals are rounded": [
-        (samples._type_decimals, '"DOUBLE" if whole is False else "VARCHAR" if fits is False else "BIGINT"', '"DOUBLE"'),
+        (samples._type_decimals, '"DOUBLE" if fractions else "VARCHAR" if (most or 0) >= 2**63 else "BIGINT"', '"DOUBLE"'),
     ],
     "NA is null": [(csv.copy_csv, "skiprows=0", 'na_values=["", "NA", "null", "nan"]')],
     "one value among lists makes text of all": [(json._exact, 'if "ARRAY" not in types or "OBJECT" in types:', "if True:")],
     "text that looks like a number becomes one": [
         (
-            types._fits,
-            "CASE WHEN length({column}) <= {EXACT_LENGTH} THEN {written} ELSE {shortest} END",
-            "TRY_CAST({column} AS DOUBLE) IS NOT NULL",
+            types.fits_text,
+            "CASE WHEN length({value}) <= {EXACT_LENGTH} THEN regexp_full_match({value}, '{DECIMAL}') ELSE {same} END",
+            "TRY_CAST({value} AS DOUBLE) IS NOT NULL",
         ),
     ],
     "true and false are no text": [(types._candidates, '["double"] if stored in _EXACT else []', '["BOOLEAN"]')],
@@ -51,7 +51,7 @@ FAULTS: dict[str, list[Change]] = {
         (days.days_condition, "spans: list[list[datetime.date]] = []", """return DAY + " IN (" + ", ".join(f"DATE '{one.day}'" for one in days) + ")" """),
     ],
     "ids of 64 bits in JSON are rounded": [
-        (json.copy_json, 'kinds[name].removesuffix("[]") == "HUGEINT"', "False"), (json._may_be_large, "return True", "return False"),
+        (json._copy_json, 'kinds[name].removesuffix("[]") == "HUGEINT"', "False"), (json._may_be_large, "return True", "return False"),
     ],
     "whole numbers of both signs are refused": [(json._narrow, 'kind.replace("HUGEINT", "BIGINT")', "kind")],
     "lists and single numbers of both signs are rounded": [
@@ -70,7 +70,6 @@ def put_back(monkeypatch: pytest.MonkeyPatch, changes: list[Change]) -> None:
     """Changes functions in place, also for those who have imported them."""
     for function, old, new in changes:
         text = inspect.getsource(function)
-        assert text.count(old) == 1, f"{function.__name__} has another text"
         made: dict[str, Any] = {}
         exec(compile(text.replace(old, new), f"{function.__name__} with a fault", "exec"), function.__globals__, made)
         monkeypatch.setattr(function, "__code__", made[function.__name__].__code__)
@@ -87,6 +86,13 @@ def first_found(folder: Path, most: int) -> int | None:
             except Exception:
                 return number + 1
     return None
+
+
+def test_each_fault_can_be_put_back() -> None:
+    """At night each is found. By day, whoever changes one of these functions learns that it stands here."""
+    for changes in FAULTS.values():
+        for function, old, _ in changes:
+            assert inspect.getsource(function).count(old) == 1, f"{function.__name__} has another text"
 
 
 @pytest.mark.nightly

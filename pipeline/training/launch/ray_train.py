@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import ConfigError, ContractError, TrainingError, from_wire, to_wire
-from pipeline.processes.process import LIBRARY_ENVIRONMENT, LOCAL_RAY, PACKAGES
+from pipeline.processes.process import LIBRARY_ENVIRONMENT, LOCAL_RAY, PACKAGES, PROMISED_BYTES
 from pipeline.processes.ray_cluster import join_cluster, set_ray_environment
 from pipeline.training.launch.processes import (
     POLL_SECONDS,
@@ -318,6 +318,7 @@ def _cluster(address: str | None, processors: int) -> Iterator[None]:
             variables |= {"PYTHONPATH": str(PACKAGES)}
             ray.init(
                 address="local", num_cpus=processors, include_dashboard=False, object_store_memory=STORE_BYTES,
+                _memory=PROMISED_BYTES,
                 runtime_env={"env_vars": variables}, _temp_dir=temporary.name, _node_ip_address="127.0.0.1",
                 _system_config=dict(LOCAL_RAY), log_to_driver=False, logging_level="error",
             )  # fmt: skip
