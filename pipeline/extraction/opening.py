@@ -295,7 +295,8 @@ class SourceReader:
             yield f"columns left out, whose names begin with __ ({rename} gives them others): {', '.join(hidden)}"
         if absent := [old for old, new in self.context.source.rename.items() if new not in types]:
             yield f"{rename} names columns that these files do not have: {', '.join(absent)}"
-        folders = {name for file in files.rows for name in folder_values(file)}
+        given = {pair for file in files.rows for pair in folder_values(file).items()}
+        folders = {name for name, value in given if not re.fullmatch(ISO_DATE, value)}
         if unread := sorted(folders - types.keys()):
             yield f"folders name values that are no columns of the rows: {', '.join(unread)}"
 

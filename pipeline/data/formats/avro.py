@@ -35,7 +35,7 @@ def copy_avro(file: SourceFile, copy: Path, properties: Mapping[str, str]) -> No
 
     Raises:
         ConfigError: If fastavro is not installed.
-        DataError: If the file cannot be read, or a value has several types.
+        DataError: If the file cannot be read.
     """
     if find_spec("fastavro") is None:
         raise ConfigError(
@@ -56,10 +56,11 @@ def copy_avro(file: SourceFile, copy: Path, properties: Mapping[str, str]) -> No
                 "values of another type" if not isinstance(written, dict) or "fields" not in written else "no fields"
             )
             raise DataError(f"Avro file '{file.name}'", "records with fields", other, "Name another file.")
-        schema = pa.schema(_fields(written, {}))
+        schema, unreadable = _columns(written)
         refuse_like_names(f"Avro file '{file.name}'", schema.names)
         with pq.ParquetWriter(copy, schema, compression="lz4") as out:
             while taken := list(itertools.islice(rows, ROWS_AT_ONCE)):
+                taken = [row | unreadable for row in taken] if unreadable else taken
                 out.write_table(pa.Table.from_pylist(taken, schema))
 
 
@@ -83,6 +84,23 @@ def _explained(file: SourceFile) -> Iterator[None]:
         raise DataError(
             f"Avro file '{file.name}'", "readable rows", reason, "Write the file again, or set source.format."
         ) from error
+
+
+def _columns(schema: Mapping[str, Any]) -> tuple[pa.Schema, dict[str, None]]:
+    """Returns the columns of a file, and null for each whose type no column can have.
+
+    Such a one becomes a struct whose only field says why: it is left out, or named by whoever needs it.
+    """
+    named: dict[str, pa.DataType] = {}
+    fields, unreadable = list[pa.Field](), dict[str, None]()
+    for one in schema["fields"]:
+        try:
+            fields += _fields({"fields": [one]}, named)
+        except (DataError, ValueError) as error:
+            reason = error.actual if isinstance(error, DataError) else f"{error}"
+            fields.append(pa.field(one["name"], pa.struct([pa.field(reason, pa.bool_())])))
+            unreadable[one["name"]] = None
+    return pa.schema(fields), unreadable
 
 
 def _fields(schema: Mapping[str, Any], named: dict[str, pa.DataType]) -> list[pa.Field]:

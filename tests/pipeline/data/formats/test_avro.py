@@ -168,10 +168,30 @@ def test_a_file_of_another_name_is_read_as_the_source_says(tmp_path: Path, inges
     assert ingest({"path": "part-0", "format": "avro", "day": "2024-01-01"}).rows == 1
 
 
+def test_a_column_that_no_feature_reads_ends_no_file(tmp_path: Path, ingest: Any, stored: Any) -> None:
+    inner = {"type": "record", "name": "item", "fields": [{"name": "next", "type": ["null", "item"]}]}
+    long = {"type": "bytes", "logicalType": "decimal", "precision": 50, "scale": 2}
+    fields = {"label": "int", "user": "long", "mixed": ["long", "string"], "tail": inner, "exact": long}
+    rows = [
+        {"label": number, "user": 5, "mixed": one, "tail": {"next": None}, "exact": decimal.Decimal("1.25")}
+        for number, one in enumerate(("a", 7))
+    ]
+    write(tmp_path / "a.avro", rows, fields)
+    said: list[str] = []
+    ingest({"path": "a.avro", "day": "2024-01-01"}, warn=said.append)
+    assert sorted(stored().columns) == ["day", "label", "user"]
+    (note,) = said
+    assert "no feature reads: mixed " in note
+    for reason in ("long, string", "a record item inside itself", "precision"):
+        assert reason in note
+
+
 def test_what_cannot_be_read_is_named(tmp_path: Path, ingest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = {"path": "a.avro", "day": "2024-01-01"}
     write(tmp_path / "a.avro", [{"user": 1, "label": 1}] * 50, {"user": ["long", "string"], "label": "int"})
-    with pytest.raises(DataError, match=r"column 'user' of Avro files: expected one type, got long, string\."):
+    with pytest.raises(
+        DataError, match=r"column 'user': expected numbers, .*, got type STRUCT\(\"long, string\" BOOLEAN\)"
+    ):
         ingest(source)
     write(tmp_path / "a.avro", [{"user": 1, "label": 1}] * 50, {"user": "long", "label": "int"})
     whole = (tmp_path / "a.avro").read_bytes()
@@ -179,12 +199,6 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, ingest: Any, monkeypatch: 
         (tmp_path / "a.avro").write_bytes(content)
         with pytest.raises(DataError, match=r"Avro file 'a\.avro': expected readable rows, got .*Write the file again"):
             ingest(source)
-    inner = {"type": "record", "name": "item", "fields": [{"name": "next", "type": ["null", "item"]}]}
-    write(tmp_path / "a.avro", [{"user": 1, "tail": {"next": None}}], {"user": "long", "tail": inner})
-    with pytest.raises(
-        DataError, match=r"column 'next' of Avro files: .* got a record .*item inside itself\. Write it as"
-    ):
-        ingest(source)
     write(tmp_path / "a.avro", [{"user": 1, "User": 2}], {"user": "long", "User": "long"})
     with pytest.raises(DataError, match=r"names that differ in more than their case, got 'user' and 'User'"):
         ingest(source)
