@@ -112,7 +112,10 @@ def enrich(
         EmptyDatasetError: If the table has no day in the range.
     """
     if not joined:
-        raise ConfigError("features.joined", "a feature source to materialize from", "none", "Add one.")
+        raise ConfigError(
+            "features.joined, histories and windows", "one to materialize, which has stored: true", "none",
+            "Set stored: true where its columns are to be written into the days.",
+        )  # fmt: skip
     snapshot, columns = warehouse.current(table), _resolve_columns(joined, warehouse, table, root)
     rows = {day: count for day, count in warehouse.day_rows(snapshot).items() if only is None or day in only}
     days = days_between(rows, start, end, "days to materialize")

@@ -125,4 +125,4 @@ def test_the_feature_is_not_in_the_table_until_it_is_written(config, command, tm
     declared = [(event.feature, event.state, event.by) for event in read_events(warehouse, "beta")]
     assert sorted(declared) == [(name, "beta", "flows.enrich") for name in ("liked", "score")]
     code, result, _ = command(enrich, config, "features.joined=[]", home=tmp_path / "home")
-    assert (code, result["error"]) == (1, "features.joined: expected a feature source to materialize from, got none. Add one.")  # fmt: skip
+    assert (code, result["error"]) == (1, "features.joined, histories and windows: expected one to materialize, which has stored: true, got none. Set stored: true where its columns are to be written into the days.")  # fmt: skip

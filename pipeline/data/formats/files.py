@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError
 from storage.names import Format
 from storage.objects import ObjectFile, find_objects, is_address
 
-CSV = re.compile(r"\.csv(\.\w+)?$", re.IGNORECASE)
+CSV = re.compile(r"\.(csv|tsv)(\.\w+)?$", re.IGNORECASE)
 """Matches names of CSV files, including compressed ones."""
 JSON = re.compile(r"\.(json|jsonl|ndjson)(\.\w+)?$", re.IGNORECASE)
 """Matches names of files of JSON lines, including compressed ones."""

@@ -221,7 +221,9 @@ def refused(warehouse: Warehouse, *sources: FeatureJoin, **more: Any) -> str:
 
 def test_what_is_refused(warehouse, tmp_path):
     before, there = warehouse.current("t"), on_disk(warehouse.home)
-    with pytest.raises(ConfigError, match=r"features.joined: expected a feature source to materialize from, got none"):
+    with pytest.raises(
+        ConfigError, match=r"histories and windows: expected one to materialize, which has stored: true, got none"
+    ):
         enrich((), warehouse, "t", tmp_path)
     assert refused(warehouse, start=datetime.date(2026, 1, 1)) == (
         f"{EmptyDatasetError.__name__}: days to materialize: expected days among 2025-03-01 to 2025-03-04, "

@@ -33,17 +33,18 @@ def save(frame: pd.DataFrame, path: Path) -> None:
     elif "json" in path.name:
         frame.to_json(path, orient="records", lines=True)
     else:
-        frame.to_csv(path, index=False)
+        frame.to_csv(path, index=False, sep="\t" if ".tsv" in path.name.lower() else ",")
 
 
 # Formats
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.csv", "A.CSV.gz", "a.json", "a.jsonl.gz", "it's.ndjson"])
+@pytest.mark.parametrize(
+    "name", ["a.parquet", "a.csv", "A.CSV.gz", "a.json", "a.jsonl.gz", "it's.ndjson", "a.tsv", "a.TSV.gz"]
+)
 def test_parquet_csv_and_json_give_the_same_rows(tmp_path: Path, ingest: Any, stored: Any, name: str) -> None:
-    save(FRAME, tmp_path / name.replace("A.CSV.gz", "A.csv.gz"))
-    if name == "A.CSV.gz":
-        (tmp_path / "A.csv.gz").rename(tmp_path / name)
+    save(FRAME, tmp_path / name.lower())  # pandas knows small letters
+    (tmp_path / name.lower()).rename(tmp_path / name)
     result = ingest({"path": name, "day": "2024-01-01"}, dense=["price"])
     assert result.rows == 4
     expected = FRAME.assign(day=DAY)
