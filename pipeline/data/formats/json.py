@@ -1,6 +1,8 @@
 """Copies JSON lines to Parquet: one object a line."""
 
 import re
+import shutil
+from codecs import BOM_UTF8
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -32,6 +34,18 @@ _NUMBER = re.compile(r"_\d+(?=(_\d+)*$)")
 _WHOLE = r"-?\d+(\.0+)?"
 _BLANK = re.compile(rb"\n[ \t\r\v\f]*(?=\n)")
 """A line without anything, and the end of the one before."""
+
+
+def without_mark(plain: Path, folder: Path) -> Path:
+    """Returns the file, or a copy in a folder without the mark of UTF-8 at its start, which DuckDB takes for text."""
+    with plain.open("rb") as opened:
+        if opened.read(len(BOM_UTF8)) != BOM_UTF8:
+            return plain
+        copy = folder / "unmarked" / plain.name
+        copy.parent.mkdir()
+        with copy.open("wb") as out:
+            shutil.copyfileobj(opened, out, BLOCK_BYTES)
+    return copy
 
 
 def copy_json(connection: duckdb.DuckDBPyConnection, plain: Path, where: str, copy: Path, pattern: str) -> None:

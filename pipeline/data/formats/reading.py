@@ -30,7 +30,7 @@ from pipeline.data.formats.csv import (
     write_copy,
 )
 from pipeline.data.formats.files import SourceFile, address_of, form_of
-from pipeline.data.formats.json import copy_json, count_lines
+from pipeline.data.formats.json import copy_json, count_lines, without_mark
 from pipeline.data.formats.sample import Part, copy_groups
 from pipeline.data.formats.types import FILE, ROW, common_types, type_text
 from pipeline.errors import DataError
@@ -208,6 +208,7 @@ def _copy(
         where = f"{'CSV' if form == 'criteo' else form.upper()} file '{file.name}'"
         with explained(where), TemporaryDirectory(prefix="plain-", dir=copy.parent) as folder:
             plain = unpack(file, Path(folder), properties, part.share, quoted=form == "csv")
+            plain = without_mark(plain, Path(folder)) if form == "json" else plain
             try:
                 rows = _copy_text(connection, plain, form, copy, where)
             except duckdb.Error as error:

@@ -318,6 +318,14 @@ def test_a_line_that_is_no_json_is_told_with_its_number(tmp_path: Path, read: Re
         read("a.jsonl.gz")
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl.gz"])
+def test_the_mark_of_utf8_is_no_text(tmp_path: Path, read: Read, name: str) -> None:
+    """Windows' tools begin a file with it."""
+    content = '\ufeff{"a": 1}\n{"a": 2}\n'.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert read(name)["a"] == [1, 2]
+
+
 def test_names_of_several_files_differ_in_more_than_case(tmp_path: Path, read: Read) -> None:
     (tmp_path / "a.csv").write_text("user,n\n1,2\n")
     (tmp_path / "b.jsonl").write_text('{"User": 1}\n')
