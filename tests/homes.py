@@ -12,6 +12,7 @@ import yaml
 
 from pipeline.config import load
 from pipeline.jobs.workspace import Workspace
+from storage.config import WarehouseConfig
 from storage.reader import SnapshotRef
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
@@ -57,6 +58,13 @@ def write_days(
     rows = pa.concat_tables(tables)
     days = dict.fromkeys(rows["day"].unique().to_pylist(), identity)
     return replace_days(warehouse, name, days, rows.schema, rows.to_batches(chunk_rows), rows.num_rows, **more)
+
+
+def files_of(home: Path, table: str, *days: str) -> list[Path]:
+    """Returns the data files of some days, as the table names them. Copies of a home write into its folders, too."""
+    scan = Warehouse(WarehouseConfig(), home / "warehouse").table(table).scan()
+    files = [Path(one.file.file_path.removeprefix("file://")) for one in scan.plan_files()]
+    return sorted(file for file in files if file.parent.name.removeprefix("day=") in days)
 
 
 def read_rows(

@@ -336,13 +336,6 @@ class SourceReader:
             yield OpenSource(connection, samples, files, raw.read, join, unmatched, left, notes)
 
 
-@contextmanager
-def open_source_rows(context: SourceContext) -> Iterator[OpenSource]:
-    """Opens all samples of a source, as `SourceReader.open`."""
-    with SourceReader(context) as reader, reader.open(reader.files) as rows:
-        yield rows
-
-
 def stored_types(warehouse: Warehouse, table: str) -> dict[str, str]:
     """Returns column -> DuckDB's type of it in the table. Empty: there is no table."""
     if not warehouse.has_table(table):

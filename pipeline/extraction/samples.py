@@ -556,8 +556,8 @@ def _fit(name: str, kind: str, stored: str, dense: bool) -> tuple[str, str] | No
 
 def _fit_value(value: str, kind: str, stored: str, dense: bool) -> tuple[str, str] | None:
     """Returns what `_fit` does, of a value that is no list."""
-    if stored == "VARCHAR":
-        return None if kind == stored else (as_text(value, kind), "true")
+    if stored == "VARCHAR":  # whoever reads numbers of text is told so
+        return None if dense or kind == stored else (as_text(value, kind), "true")
     cast, decimal = f"TRY_CAST({value} AS {stored})", is_decimal(kind)
     floats = ("FLOAT", "DOUBLE")
     if kind == "VARCHAR" and not (dense and stored in ("BIGINT", *floats)):

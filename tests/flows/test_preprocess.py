@@ -28,7 +28,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.client import Client, InlineSource
 from pipeline.preprocessing.drain import drain
 from pipeline.preprocessing.pool import WORKERS_FILE
-from tests.homes import CONFIG, open_smoke
+from tests.homes import CONFIG, files_of, open_smoke
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = [
@@ -74,8 +74,7 @@ def epoch(smoke: dict[str, Any], home: Path, plainly: Any) -> dict[str, Any]:
 @pytest.fixture
 def files(home: Path) -> list[Path]:
     """The data files of the training days."""
-    folder = home / "warehouse" / "dlrm" / "smoke" / "data"
-    return [file for day in ("2025-01-06", "2025-01-07") for file in sorted((folder / f"day={day}").glob("*.parquet"))]
+    return files_of(home, "smoke", "2025-01-06", "2025-01-07")
 
 
 def global_batch(shares: tuple[Batch, ...]) -> list[np.ndarray]:

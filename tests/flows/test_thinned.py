@@ -11,7 +11,7 @@ from pipeline.config import load
 from pipeline.errors import ConfigError
 from pipeline.inference.model import LoadedModel
 from pipeline.registration.versions import download_packed
-from tests.homes import CONFIG, open_smoke
+from tests.homes import CONFIG, files_of, open_smoke
 from tests.quality import quality
 
 THINNED = {
@@ -34,7 +34,7 @@ def test_a_thinned_model_is_calibrated_on_all_rows(smoke, home, plain, tmp_path,
     evaluation = result["eval"]
     assert evaluation["rows"] == counts["written"] < 3_000
     assert evaluation["label_rate"] == pytest.approx(smoke["eval"]["label_rate"], abs=0.03)
-    files = sorted((home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
+    files = files_of(home, "smoke", "2025-01-09")
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
     model = LoadedModel(download_packed(open_smoke().tracking, "smoke", 1, Path(tmp_path / "model")))
     assert "sample_weight" not in model.columns

@@ -29,7 +29,7 @@ from pipeline.jobs.workspace import Workspace
 from pipeline.preprocessing.worker import Worker
 from pipeline.registration.aliases import list_versions
 from pipeline.registration.register import raw_frame
-from tests.homes import CONFIG, open_smoke
+from tests.homes import CONFIG, files_of, open_smoke
 from tests.quality import quality
 
 
@@ -52,7 +52,7 @@ def test_result_has_what_scripts_rely_on(smoke):
 def test_the_result_agrees_with_the_registered_model_on_raw_rows(smoke, at_home):
     """Compares the pyfunc, loaded as any caller would, with the evaluation, on rows read by pyarrow."""
     config = load(CONFIG)
-    files = sorted((at_home / "warehouse" / "dlrm" / "smoke" / "data" / "day=2025-01-09").glob("*.parquet"))
+    files = files_of(at_home, "smoke", "2025-01-09")
     rows = pa.concat_tables([pq.read_table(file, partitioning=None) for file in files])
     mlflow.set_tracking_uri(Workspace(config).tracking.uri)
     model = mlflow.pyfunc.load_model(f"models:/smoke/{smoke['model']['version']}")

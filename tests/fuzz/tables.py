@@ -19,7 +19,7 @@ from pyiceberg.types import DateType, FloatType, IntegerType, ListType, LongType
 
 from pipeline.extraction.config import IngestConfig, SourceConfig
 from pipeline.extraction.extract import extract
-from pipeline.extraction.opening import SourceContext, open_source_rows
+from pipeline.extraction.opening import SourceContext, SourceReader
 from pipeline.transforms.schema import FeatureSchema
 from storage.config import WarehouseConfig
 from storage.pages.footer import SUFFIX
@@ -61,7 +61,7 @@ def _read_source(folder: Path, source: dict[str, Any], home: Path) -> None:
     warehouse = Warehouse(WarehouseConfig(), home)
     config = SourceConfig.model_validate(source)
     context = SourceContext(config, FEATURES, warehouse, "events", folder, home / "logs")
-    with open_source_rows(context) as found:
+    with SourceReader(context) as reader, reader.open(reader.files) as found:
         if found.join is not None:
             found.join.attribute(found.view, "day IS NOT NULL")
         found.connection.sql(f'SELECT * FROM "{found.create_good_view("true")}"').to_arrow_table().validate(full=True)

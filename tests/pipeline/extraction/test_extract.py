@@ -22,7 +22,7 @@ from pyiceberg.expressions import EqualTo
 from pipeline.errors import ConfigError, DataError, EmptyDatasetError
 from pipeline.extraction import extract
 from pipeline.extraction.config import LabelColumns, SourceConfig
-from pipeline.extraction.opening import SourceContext, open_source_rows
+from pipeline.extraction.opening import SourceContext, SourceReader
 from storage.config import WarehouseConfig
 from storage.warehouse import Warehouse
 from tests.homes import read_rows
@@ -636,7 +636,7 @@ def test_duckdb_has_a_quarter_of_the_memory_or_what_the_config_says(
     put("rows.parquet", user=[1], label=[0])
     source = SourceConfig.model_validate(FIXED)
     context = SourceContext(source, LabelColumns(), warehouse, "events", tmp_path, tmp_path / "logs", memory_bytes=size)
-    with open_source_rows(context) as rows:
+    with SourceReader(context) as reader, reader.open(reader.files) as rows:
         [(memory, threads)] = rows.connection.sql(
             "SELECT current_setting('memory_limit'), current_setting('threads')"
         ).fetchall()
