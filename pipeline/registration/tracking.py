@@ -83,10 +83,12 @@ class Tracker:
     def __init__(self, config: RegistrationConfig, home: Path, experiment: str) -> None:
         with ENVIRONMENT_LOCK:
             named = os.environ.get("MLFLOW_TRACKING_URI")
-            self.uri = config.tracking_uri or named or f"sqlite:///{home.resolve()}/mlflow/mlflow.db"
+            own = f"sqlite:///{home.resolve()}/mlflow/mlflow.db"
+            self.uri = config.tracking_uri or named or own
+            if self.uri == own:
+                (home / "mlflow").mkdir(parents=True, exist_ok=True)
             _require_address(self.uri)
             if self.uri.startswith("sqlite:///"):
-                Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
                 self.uri += "" if "?" in self.uri else f"?timeout={LOCK_SECONDS}"
             mlflow.set_tracking_uri(self.uri)
             if named is None:  # MLflow has set it for the whole process, but another home has a database of its own
@@ -392,12 +394,18 @@ def redact(text: str) -> str:
 
 
 def _require_address(uri: str) -> None:
-    """Refuses what is no address of a server or database. MLflow would take a word for a folder."""
+    """Refuses what is no address of a server or database: MLflow takes a word for a folder, and makes any folder."""
     kind = urlsplit(uri).scheme.partition("+")[0] if not uri.startswith("databricks") else "databricks"
     if kind not in ("http", "https", "databricks", "postgresql", "mysql", "sqlite", "mssql"):
         raise ConfigError(
             "address of MLflow", "one such as http://HOST:5000, postgresql://HOST/NAME or sqlite:////PATH",
             f"'{redact(uri)}'", "Correct registration.tracking_uri, or MLFLOW_TRACKING_URI.",
+        )  # fmt: skip
+    folder = Path(uri.removeprefix("sqlite:///").partition("?")[0]).absolute().parent
+    if uri.startswith("sqlite:///") and not folder.is_dir():
+        raise ConfigError(
+            f"MLflow's database {redact(uri)}", f"the folder '{folder}'", "none",
+            "Make it, or correct the address: an absolute path has four slashes, sqlite:////PATH.",
         )  # fmt: skip
 
 

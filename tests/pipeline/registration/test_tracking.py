@@ -183,6 +183,11 @@ def test_a_deleted_experiment_is_one_sentence_with_the_command_that_restores_it(
     ("uri", "error", "said"),
     [
         ("nonsense", ConfigError, "address of MLflow: expected one such as http://HOST:5000, .*, got 'nonsense'"),
+        (
+            "sqlite:///no/such/folder/x.db",
+            ConfigError,
+            "expected the folder '.*no/such/folder', got none. .* four slashes",
+        ),
         ("ftp://host/x", ConfigError, "got 'ftp://host/x'. Correct registration.tracking_uri"),
         (
             "mysql+pymysql://u:secret@127.0.0.1/x",
@@ -191,7 +196,11 @@ def test_a_deleted_experiment_is_one_sentence_with_the_command_that_restores_it(
         ),
     ],
 )
-def test_what_is_no_address_of_mlflow_is_refused(tmp_path: Path, uri: str, error: type[Exception], said: str) -> None:
+def test_what_is_no_address_of_mlflow_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str, error: type[Exception], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=said) as caught:
         Tracker(RegistrationConfig(tracking_uri=uri), tmp_path, "any")
+    assert not (tmp_path / "no").exists()
     assert "secret" not in f"{caught.value}"
