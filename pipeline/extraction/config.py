@@ -329,7 +329,8 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     appeared: Verdict = "warn"
     """A column has values for the first time, or is new."""
     changed_type: Verdict = "fail"
-    """A column of numbers or ids becomes text or lists, or the other way round."""
+    """A column has values that its type in the table cannot hold, such as text or fractions among ids. Days with such
+    values are held back or end the ingest: warn and off do not admit them."""
     coverage: Verdict = "warn"
     """The share of rows in which a column has a value."""
     length: Verdict = "warn"
