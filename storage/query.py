@@ -119,6 +119,16 @@ def stream(
     return schema, batches()
 
 
+def literal(text: object) -> str:
+    """Quotes a text, or a path, as an SQL string.
+
+    Example:
+        >>> literal("it's")
+        "'it''s'"
+    """
+    return "'" + f"{text}".replace("'", "''") + "'"
+
+
 def quote(name: str) -> str:
     """Quotes a column name as an SQL identifier."""
     return '"' + name.replace('"', '""') + '"'

@@ -32,6 +32,7 @@ from pipeline.extraction.inventory import (
 )
 from pipeline.extraction.join import LEFT_OUT
 from pipeline.extraction.opening import OpenSource, SourceContext, SourceFiles, fingerprint
+from storage.query import literal
 from storage.reader import DAY
 
 
@@ -272,7 +273,7 @@ def rows_of_days(rows: OpenSource, days: Sequence[SourceDay], only: Portion | No
     """
     wanted = {file for day in days for file in day.files}
     named = [read for read, file in rows.names.items() if file in wanted and (only is None or read in only.files)]
-    files = ", ".join("'" + read.replace("'", "''") + "'" for read in named)
+    files = ", ".join(map(literal, named))
     places = f" AND __row >= {only.places[0]} AND __row < {only.places[1]}" if only and only.places else ""
     return f"list_contains([{files}], __file) AND {days_condition(days)}{places}" if files else "false"
 

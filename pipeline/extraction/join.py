@@ -14,7 +14,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import WEIGHT, OutcomeLabel, Outcomes
 from pipeline.extraction.sources import check_keys, create_view, has_zone, key_family, repeated_rows
 from storage.arrow import differing_clocks
-from storage.query import column_types, quote
+from storage.query import column_types, literal, quote
 
 OUTCOMES = "outcomes"
 """View of the outcome log."""
@@ -112,9 +112,9 @@ class Join:
             hashed = f"md5_number_lower(concat('{self.config.keep_seed}:', s.{self.key}))"
             out = f"f.key IS NULL AND {hashed} >= {int(share * 2**64)}::UBIGINT"
         reason = (
-            f"CASE WHEN s.{self.key} IS NULL THEN {_text(f'{self.config.on} is null')}"
-            f" WHEN s.{self.shown} IS NULL THEN {_text(f'{self.config.feature_time} is null')}"
-            f"{f' WHEN r.row IS NOT NULL THEN {_text(REPEATED)}' if repeated else ''} END"
+            f"CASE WHEN s.{self.key} IS NULL THEN {literal(f'{self.config.on} is null')}"
+            f" WHEN s.{self.shown} IS NULL THEN {literal(f'{self.config.feature_time} is null')}"
+            f"{f' WHEN r.row IS NOT NULL THEN {literal(REPEATED)}' if repeated else ''} END"
         )
         joined = f" LEFT JOIN repeated r ON r.file = s.{FILE} AND r.row = s.{ROW}" if repeated else ""
         self.connection.execute(
@@ -322,7 +322,7 @@ def _amount(value: str) -> str:
 
 def _of(made: OutcomeLabel) -> str:
     """SQL condition that an outcome has the action of the label."""
-    return "true" if made.action is None else f"action = {_text(made.action)}"
+    return "true" if made.action is None else f"action = {literal(made.action)}"
 
 
 def _value(made: OutcomeLabel, number: int) -> str:
@@ -335,8 +335,3 @@ def _value(made: OutcomeLabel, number: int) -> str:
 def _moment(time: datetime.datetime | datetime.date | None) -> str:
     """A time as an SQL literal."""
     return "NULL" if time is None else f"TIMESTAMP{'TZ' if getattr(time, 'tzinfo', None) else ''} '{time}'"
-
-
-def _text(value: str) -> str:
-    """A string as an SQL literal."""
-    return "'" + value.replace("'", "''") + "'"

@@ -19,7 +19,7 @@ from pipeline.extraction.sources import repeated_rows
 from pipeline.transforms.schema import FeatureSchema, input_kinds, resolve, unknown_column
 from storage.keys import is_key
 from storage.names import LEAST_WEIGHT, MOST_WEIGHT, NAME
-from storage.query import column_types, quote
+from storage.query import column_types, literal, quote
 from storage.reader import DAY
 
 _INTS = {
@@ -231,8 +231,8 @@ def _day(name: str, kind: str, unit: str | None) -> str:
     """Returns SQL for the day in a column, or null if it has none. Python's dates end with the year 9999."""
     column, given = quote(name), quote(name)
     if unit is not None and not kind.startswith(("DATE", "TIMESTAMP")):
-        given = f"DATE '1970-01-01' + TRY_CAST(floor({_number(name)} / {DAY_UNITS[unit]}) AS INTEGER)"
-        return f"CASE WHEN abs({_number(name)}) < {FARTHEST_DAY * DAY_UNITS[unit]} THEN {given} END"
+        given = f"DATE '1970-01-01' + TRY_CAST(floor({_number(quote(name))} / {DAY_UNITS[unit]}) AS INTEGER)"
+        return f"CASE WHEN abs({_number(quote(name))}) < {FARTHEST_DAY * DAY_UNITS[unit]} THEN {given} END"
     if kind == "VARCHAR":  # DuckDB would drop a zone, and read words such as 'epoch'
         given = f"CASE WHEN regexp_full_match({column}, '{ISO_DAY}') THEN left({column}, 10) END"
     date = f"TRY_CAST({given} AS DATE)"
@@ -266,7 +266,8 @@ def _check_days(
     found = "null" if value is None else f"'{value}'"
     remedy = f"Write ISO dates, times in UTC, or set {place('date_format')}; or filter those rows out."
     if re.match(r"U?(TINY|SMALL|BIG|HUGE)?INT|DOUBLE|FLOAT|DECIMAL", kind):
-        ends = connection.sql(f"SELECT min({_number(day)}), max(abs({_number(day)})) FROM {view}").fetchall()[0]
+        number = _number(quote(day))
+        ends = connection.sql(f"SELECT min({number}), max(abs({number})) FROM {view}").fetchall()[0]
         unit = f"{place('day_unit')}={guess_unit(ends[1] or 0.0)}"
         remedy = f"If they are times since 1970, set {unit}; else write ISO dates."
         if WRITTEN_DAYS[0] <= (ends[0] or 0) and (ends[1] or 0) <= WRITTEN_DAYS[1]:
@@ -277,13 +278,8 @@ def _check_days(
     )  # fmt: skip
 
 
-def _number(name: str) -> str:
-    """SQL of the column as a number, or null if it is none. Truth values are 0 and 1, also in text."""
-    return _number_of(quote(name))
-
-
-def _number_of(value: str) -> str:
-    """SQL of a value as `_number`."""
+def _number(value: str) -> str:
+    """SQL of a value as a number, or null if it is none. Truth values are 0 and 1, also in text."""
     number, text = f"TRY_CAST({value} AS DOUBLE)", f"lower(CAST({value} AS VARCHAR))"
     return f"coalesce({number}, CASE {text} WHEN 'true' THEN 1.0::DOUBLE WHEN 'false' THEN 0.0::DOUBLE END)"
 
@@ -295,19 +291,19 @@ def _label(name: str, positive: bool | int | float | str | None) -> str:
         positive: `source.positive`.
     """
     if positive is None:
-        return _number(name)
+        return _number(quote(name))
     text = f"CAST({quote(name)} AS VARCHAR)"
     if isinstance(positive, bool):
         chosen = f"lower({text}) = '{str(positive).lower()}'"
     else:
-        shown = str(positive).replace("'", "''")
-        chosen = f"({text} = '{shown}' OR {_number(name)} = TRY_CAST('{shown}' AS DOUBLE))"
+        shown = literal(positive)
+        chosen = f"({text} = {shown} OR {_number(quote(name))} = TRY_CAST({shown} AS DOUBLE))"
     return f"CASE WHEN NOT {unlabelled(name)} THEN CASE WHEN {chosen} THEN 1 ELSE 0 END END"
 
 
 def unlabelled(name: str) -> str:
     """SQL of whether a row has no label: null, or NaN."""
-    return f"({quote(name)} IS NULL OR coalesce(isnan({_number(name)}), false))"
+    return f"({quote(name)} IS NULL OR coalesce(isnan({_number(quote(name))}), false))"
 
 
 def _bad_label(name: str, label: str, skipped: bool) -> str:
@@ -324,7 +320,7 @@ def _bad_label(name: str, label: str, skipped: bool) -> str:
 
 
 def _bad_weight(name: str) -> str:
-    weight = _number(name)
+    weight = _number(quote(name))
     return (
         f"WHEN {quote(name)} IS NULL THEN 'weight is null' WHEN {weight} IS NULL THEN 'weight is not a number'"
         f" WHEN {weight} NOT BETWEEN {LEAST_WEIGHT} AND {MOST_WEIGHT} THEN 'weight is not {LEAST_WEIGHT:g} to"
@@ -402,7 +398,7 @@ def _is_joined(schema: FeatureSchema, pattern: str) -> bool:
 def _check_text(connection: duckdb.DuckDBPyConnection, view: str, columns: list[str]) -> None:
     """Refuses text in dense columns unless it reads as numbers."""
     for name in columns:
-        bad = f"{quote(name)} IS NOT NULL AND {_number(name)} IS NULL"
+        bad = f"{quote(name)} IS NOT NULL AND {_number(quote(name))} IS NULL"
         row = connection.sql(f"SELECT count(*), min({quote(name)}) FROM {view} WHERE {bad}").fetchall()[0]
         if row[0]:
             raise DataError(
@@ -461,7 +457,7 @@ def _type_columns(
         if test != "true" and name in stored:
             fits, shown = f"coalesce({test}, false)", f"left(CAST({column} AS VARCHAR), {SHOWN_LETTERS})"
             misfits.append(
-                f"WHEN {column} IS NOT NULL AND NOT {fits} THEN {{'column': {_text(name)}, 'value': {shown}}}"
+                f"WHEN {column} IS NOT NULL AND NOT {fits} THEN {{'column': {literal(name)}, 'value': {shown}}}"
             )
             value = f"CASE WHEN {column} IS NOT NULL AND {fits} THEN {value} END"
         typed.append(f"{value} AS {column}")
@@ -493,10 +489,6 @@ def find_misfits(connection: duckdb.DuckDBPyConnection, view: str, condition: st
         f" WHERE {MISFIT} IS NOT NULL AND {condition} GROUP BY ALL ORDER BY ALL"
     )
     return [Misfit(*row) for row in connection.sql(query).fetchall()]
-
-
-def _text(value: str) -> str:
-    return "'" + value.replace("'", "''") + "'"
 
 
 def _type_decimals(connection: duckdb.DuckDBPyConnection, view: str, types: Mapping[str, str]) -> dict[str, str]:
@@ -556,7 +548,7 @@ def _fit(name: str, kind: str, stored: str, dense: bool) -> tuple[str, str] | No
 
 def _fit_value(value: str, kind: str, stored: str, dense: bool) -> tuple[str, str] | None:
     """Returns what `_fit` does, of a value that is no list."""
-    if stored == "VARCHAR":  # whoever reads numbers of text is told so
+    if stored == "VARCHAR":  # the table refuses numbers for a dense feature whose column is text
         return None if dense or kind == stored else (as_text(value, kind), "true")
     cast, decimal = f"TRY_CAST({value} AS {stored})", is_decimal(kind)
     floats = ("FLOAT", "DOUBLE")
@@ -564,8 +556,8 @@ def _fit_value(value: str, kind: str, stored: str, dense: bool) -> tuple[str, st
         names = {"DOUBLE": "double", "TIMESTAMP WITH TIME ZONE": "TIMESTAMPTZ"}
         return cast, fits_text(value, names.get(stored, stored))
     if kind == "VARCHAR":
-        cast, decimal = f"TRY_CAST({_number_of(value)} AS {stored})", False
-        return cast, f"{cast} IS NOT NULL" if stored in floats else f"{_number_of(value)} = {cast}"
+        cast = f"TRY_CAST({_number(value)} AS {stored})"
+        return cast, f"{cast} IS NOT NULL" if stored in floats else f"{_number(value)} = {cast}"
     whole = decimal or _stored_family(kind) == "integer"
     if kind == "BOOLEAN" != stored and stored in ("BIGINT", *floats):
         return cast, "true"
@@ -610,7 +602,7 @@ def _cast(name: str, kind: str, dense: bool) -> str:
     column = quote(name)
     item, lists = (kind[:-2], "[]") if kind.endswith("[]") else (kind, "")
     if dense and kind in ("VARCHAR", NOTHING):
-        return _number(name)
+        return _number(quote(name))
     if MAP.fullmatch(kind):
         return column
     if item.endswith("]"):
@@ -656,10 +648,9 @@ def _wrapped(value: str) -> str:
 
 def _checked_id(name: str, value: str) -> str:
     """SQL of a whole number as an id of 64 bits. It fails at a number that is none, and names it."""
-    shown = name.replace("'", "''")
     fits = f"{value} IS NULL OR {value} BETWEEN 0 AND 18446744073709551615"
-    sentence = f"column ''{shown}'' holds ids beyond 63 bits, and "
-    refuse = f"error('{sentence}' || {value} || ', which is not between 0 and 2^64 - 1')"
+    sentence = literal(f"column '{name}' holds ids beyond 63 bits, and ")
+    refuse = f"error({sentence} || {value} || ', which is not between 0 and 2^64 - 1')"
     return f"CASE WHEN {fits} THEN {_wrapped(value)} ELSE {refuse} END"
 
 

@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import SideTable
 from storage.arrow import differing_clocks
 from storage.objects import open_file
-from storage.query import column_types, quote
+from storage.query import column_types, literal, quote
 
 _INTEGERS = (
     "BOOLEAN", "TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT", "UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT",
@@ -135,8 +135,8 @@ def _add_folders(
     """
     common = set.intersection(*({*folder_values(one.read)} for one in files))
     added = [name for name in dict.fromkeys(times) if name in common and name not in rows.columns]
-    patterns = {name: f".*(?:^|/){re.escape(name)}=([^/]*)/".replace("'", "''") for name in added}
-    texts = [f"regexp_extract({FILE}, '{pattern}', 1) AS {quote(name)}" for name, pattern in patterns.items()]
+    patterns = {name: f".*(?:^|/){re.escape(name)}=([^/]*)/" for name in added}
+    texts = [f"regexp_extract({FILE}, {literal(pattern)}, 1) AS {quote(name)}" for name, pattern in patterns.items()]
     return rows.select(f"*, {', '.join(texts)}") if texts else rows
 
 

@@ -14,7 +14,7 @@ from pipeline.extraction.days import SourceDay, rows_of_days, split_rows
 from pipeline.extraction.opening import OpenSource
 from pipeline.extraction.samples import GOOD
 from pipeline.transforms.schema import resolve
-from storage.query import column_types, quote, stream
+from storage.query import column_types, literal, quote, stream
 from storage.reader import DAY
 from storage.snapshot.writing import replace_days
 from storage.warehouse import Warehouse
@@ -108,7 +108,7 @@ def good_rows(
 
 def _number(files: Sequence[str]) -> str:
     """Returns the SQL of the number of a row's file. Its name in each row would be most of what is put in order."""
-    names = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
+    names = ", ".join(map(literal, files))
     return f"CAST(list_position([{names}], __file) AS BIGINT)" if len(files) > 1 else "0::BIGINT"
 
 

@@ -20,6 +20,7 @@ from pipeline.data.formats.files import SourceFile, address_of, stamp
 from pipeline.errors import DataError
 from storage.errors import is_shortage
 from storage.objects import open_file, unreachable
+from storage.query import literal
 
 if TYPE_CHECKING:
     import duckdb
@@ -108,8 +109,7 @@ def write_copy(connection: "duckdb.DuckDBPyConnection", rows: "duckdb.DuckDBPyRe
     """
     group = max(2_048, min(122_880, COPY_CELLS // max(len(rows.columns), 1)))
     options = f"FORMAT parquet, PARQUET_VERSION V2, COMPRESSION uncompressed, ROW_GROUP_SIZE {group}"
-    path = f"{copy}".replace("'", "''")
-    connection.execute(f"COPY ({rows.sql_query()}) TO '{path}' ({options}, DICTIONARY_SIZE_LIMIT {MOST_WORDS})")
+    connection.execute(f"COPY ({rows.sql_query()}) TO {literal(copy)} ({options}, DICTIONARY_SIZE_LIMIT {MOST_WORDS})")
 
 
 def read_dialect(plain: Path, where: str) -> Dialect | None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from pipeline.data.formats.alike import are_alike
 from pipeline.data.formats.csv import BLOCK_BYTES, refuse_like_names, write_copy
 from pipeline.errors import DataError
-from storage.query import quote
+from storage.query import literal, quote
 
 ONE_A_LINE = "Write one object a line, as pandas does with lines=True and jq with -c '.[]'."
 MOST_LINE_BYTES = 64 * 1024 * 1024
@@ -81,8 +81,8 @@ def _first_bad_line(plain: Path) -> int | None:
 
 
 def _copy_json(connection: duckdb.DuckDBPyConnection, plain: Path, where: str, copy: Path, pattern: str) -> None:
-    listed = "['" + pattern.replace("'", "''") + "']"
-    options = f"{listed}, format='newline_delimited', hive_partitioning=false, maximum_object_size={MOST_LINE_BYTES}"
+    options = "format='newline_delimited', hive_partitioning=false"
+    options = f"[{literal(pattern)}], {options}, maximum_object_size={MOST_LINE_BYTES}"
     objects = f"read_json_objects({options})"
     alike, kinds = False, {}
     if plain.stat().st_size > SMALL_BYTES:
@@ -187,7 +187,7 @@ def _nth(line: int) -> str:
 
 
 def _pair(name: str, kind: str) -> str:
-    return f"'{name.replace(chr(39), chr(39) * 2)}': '{kind}'"
+    return f"{literal(name)}: '{kind}'"
 
 
 def _exact(connection: duckdb.DuckDBPyConnection, raw: str, name: str, kind: str, where: str) -> str | None:
@@ -205,9 +205,9 @@ def _exact(connection: duckdb.DuckDBPyConnection, raw: str, name: str, kind: str
             return None
         listed = f"CASE json_type({column}) WHEN 'ARRAY' THEN {column} ELSE json_array({column}) END"
         query = f"SELECT json_group_structure({listed}) FROM {raw} WHERE json_type({column}) <> 'NULL'"
-        structure = connection.sql(query).fetchall()[0][0].replace("'", "''")
+        structure = connection.sql(query).fetchall()[0][0]
         structure = structure.replace('"JSON"', '"VARCHAR"')
-        lists = f"from_json({listed}, '{structure}')"
+        lists = f"from_json({listed}, {literal(structure)})"
         lists = _whole(connection, raw, lists, name, where) if structure == '["HUGEINT"]' else lists
         return f"CASE WHEN json_type({column}) <> 'NULL' THEN {lists} END"
     text = f"CAST({column} AS VARCHAR)"

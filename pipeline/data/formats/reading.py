@@ -37,7 +37,7 @@ from pipeline.errors import DataError
 from storage.errors import is_shortage, machine_lacks
 from storage.names import Format
 from storage.objects import ObjectFile, open_file, store_failure
-from storage.query import connect, quote
+from storage.query import connect, literal, quote
 from storage.scratch import ScratchFolder
 
 _SCHEMAS = """
@@ -258,8 +258,7 @@ def copy_typed(
         rows = rows.select(f"* REPLACE ({replaced})") if wide else rows
         copies = [folder / f"{number}.parquet" for number in range(len(files))]
         for file, copy in zip(files, copies, strict=True):
-            address = address_of(read[file].read).replace("'", "''")
-            own = rows.filter(f"{FILE} = '{address}'").select(f"* EXCLUDE ({FILE})")
+            own = rows.filter(f"{FILE} = {literal(address_of(read[file].read))}").select(f"* EXCLUDE ({FILE})")
             write_copy(connection, own, copy)
     return copies
 
@@ -342,7 +341,7 @@ def read_files(
 def _read_group(
     connection: duckdb.DuckDBPyConnection, group: Sequence[ReadableFile], numbered: bool
 ) -> duckdb.DuckDBPyRelation:
-    names = ", ".join("'" + as_pattern(one.read).replace("'", "''") + "'" for one in group)
+    names = ", ".join(literal(as_pattern(one.read)) for one in group)
     options = f"filename='{FILE}', file_row_number={numbered}, hive_partitioning=false"
     return connection.sql(f"SELECT * FROM read_parquet([{names}], {options})")
 

@@ -12,7 +12,7 @@ import duckdb
 
 from pipeline.data.formats.numbers import DECIMAL, EXACT_LENGTH, ZERO_BEHIND, find_decimal
 from pipeline.errors import ConfigError, DataError
-from storage.query import quote
+from storage.query import literal, quote
 
 FILE = "__file_name"
 """Column with the file of a row."""
@@ -377,7 +377,7 @@ def count_times(rows: duckdb.DuckDBPyRelation, times: Sequence[str], unit: str, 
 
 def parse_times(rows: duckdb.DuckDBPyRelation, times: Sequence[str], formats: Sequence[str]) -> duckdb.DuckDBPyRelation:
     """Converts text columns to timestamps."""
-    listed = "[" + ", ".join("'" + text.replace("'", "''") + "'" for text in formats) + "]"
+    listed = f"[{', '.join(map(literal, formats))}]"
     shown = "'" + "' or '".join(formats) + "'"
     parsed = {name: f"try_strptime({quote(name)}, {listed})" for name in times}
     for name, value in parsed.items():

@@ -17,7 +17,7 @@ import duckdb
 from pipeline.data.formats.reading import first_line
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.public.sets import SETS, Member, PublicSet
-from storage.query import connect
+from storage.query import connect, literal
 from storage.scratch import ScratchFolder
 
 CHUNK = 1 << 22
@@ -142,14 +142,14 @@ def convert(one: PublicSet, files: Mapping[str, Path], scratch: Path) -> dict[st
         for name, select in one.tables.items():
             for member, path in files.items():
                 options = one.members[member].options
-                rows = f"read_csv('{str(path).replace(chr(39), chr(39) * 2)}', all_varchar=true, {options})"
+                rows = f"read_csv({literal(path)}, all_varchar=true, {options})"
                 select = select.replace(f"{{{member}}}", rows)
-            target = str(scratch / f"{name}.parquet").replace("'", "''")
+            target = literal(scratch / f"{name}.parquet")
             try:
-                connection.execute(f"COPY ({select}) TO '{target}' (FORMAT parquet, COMPRESSION zstd)")
-                described = connection.execute(f"DESCRIBE SELECT * FROM '{target}'").fetchall()
+                connection.execute(f"COPY ({select}) TO {target} (FORMAT parquet, COMPRESSION zstd)")
+                described = connection.execute(f"DESCRIBE SELECT * FROM {target}").fetchall()
                 part = "split" if "split" in {row[0] for row in described} else f"'{name}'"
-                found = connection.execute(f"SELECT {part}, count(*) FROM '{target}' GROUP BY 1").fetchall()
+                found = connection.execute(f"SELECT {part}, count(*) FROM {target} GROUP BY 1").fetchall()
             except duckdb.Error as error:
                 raise DataError(
                     f"files of {one.title}", "the publisher's form", first_line(error), "Fetch them again."
