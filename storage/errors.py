@@ -15,6 +15,8 @@ from typing import Any, Self
 
 SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What the system says if a process cannot open more files, or gets no memory."""
+MOVED = "If their folder was moved, move it back or link its old path to it; else put them back from a copy."
+"""Remedy for files that are not where their names say."""
 LONGEST_PART = 2_000
 """Characters of each part of a message."""
 
@@ -143,7 +145,7 @@ def _metadata_error(name: str, error: Exception) -> StorageError:
     if isinstance(error, FileNotFoundError):
         return StorageError(
             where, "the files that its catalog and its snapshots name", f"none: {error}",
-            "If their folder was moved, move it back or link its old path to it; else put them back from a copy.",
+            MOVED,
         )  # fmt: skip
     remedy = "Put them back from a copy. An earlier metadata file is a table without what was committed since."
     return StorageError(where, "files as they were written", reason, remedy)

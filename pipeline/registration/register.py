@@ -27,8 +27,8 @@ from pipeline.inference.files import MODEL, PACKED, PLAN, WEIGHTS, hash_files
 from pipeline.inference.mlflow_bodies import signature_of
 from pipeline.inference.request import column_type, columns_of
 from pipeline.registration.config import Default, Weights
-from pipeline.registration.tracking import Tracker, is_unreachable
-from pipeline.registration.versions import HASHES, ModelVersion, local_path
+from pipeline.registration.tracking import Tracker, is_unreachable, local_path
+from pipeline.registration.versions import HASHES, ModelVersion
 from pipeline.transforms.joins import EventWindow, History
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, link_or_copy, write_json, write_text

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import mlflow
 import psutil
@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 from pipeline.errors import AccessError, ConfigError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.sections import in_section
-from storage.errors import SHORTAGES
+from storage.errors import MOVED, SHORTAGES
 from storage.scratch import ScratchFolder
 
 if TYPE_CHECKING:
@@ -291,7 +291,11 @@ class Tracker:
 
     def _read_text(self, run_id: str, path: str) -> str:
         with ScratchFolder("dlrm-artifact-") as folder:  # MLflow's load_text asks the server of the whole process
-            return Path(self.client.download_artifacts(run_id, path, str(folder))).read_text(encoding="utf-8")
+            try:
+                return Path(self.client.download_artifacts(run_id, path, str(folder))).read_text(encoding="utf-8")
+            except (MlflowException, OSError):
+                require_folder(f"MLflow run '{run_id}'", self.client.get_run(run_id).info.artifact_uri)
+                raise
 
     def find_run(self, run_id: str) -> Run | None:
         """Returns MLflow's record of a run. None: there is none."""
@@ -341,6 +345,36 @@ def _lives(tags: Mapping[str, str]) -> bool:
         return True  # unknown
     except psutil.NoSuchProcess:
         return False
+
+
+def local_path(address: str) -> Path | None:
+    """Returns the folder that an address of MLflow's files names on this machine. None: it is elsewhere.
+
+    Example:
+        >>> local_path("file:///"), local_path("file:///no%20such"), local_path("s3://bucket/models")
+        (PosixPath('/'), None, None)
+    """
+    path = _path_of(address)
+    return path if path is not None and path.is_dir() else None
+
+
+def require_folder(where: str, address: str) -> None:
+    """Refuses files that MLflow has on this machine in a folder that is gone, as after a move of the home.
+
+    Args:
+        where: What they belong to.
+    Raises:
+        RegistryError: If there is no such folder.
+    """
+    path = _path_of(address)
+    if path is not None and not path.is_dir():
+        raise RegistryError(f"files of {where}", f"those in '{path}', as MLflow has it", "no such folder", MOVED)
+
+
+def _path_of(address: str) -> Path | None:
+    """Returns the path of an address on this machine, or None."""
+    parts = urlsplit(address)
+    return Path(unquote(parts.path) if parts.scheme else address) if parts.scheme in ("", "file") else None
 
 
 def is_unreachable(error: Exception) -> bool:

@@ -6,7 +6,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import mlflow
 from mlflow.exceptions import MlflowException
@@ -14,7 +13,7 @@ from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
 from pipeline.inference.files import MODEL, PACKED, PLAN, WEIGHTS, check_files
-from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable
+from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable, local_path, require_folder
 from storage.artifacts import link_or_copy
 from storage.scratch import ScratchFolder
 
@@ -72,8 +71,13 @@ def download_part(tracker: Tracker, name: str, version: int, path: str, folder: 
     """Fetches a file or folder of a version to the same path in `folder`, if the version has it.
 
     Files of a registry on this filesystem are linked.
+
+    Raises:
+        RegistryError: If they are on this filesystem, and their folder is gone.
     """
-    if (place := local_path(tracker.client.get_model_version_download_uri(name, str(version)))) is not None:
+    address = tracker.client.get_model_version_download_uri(name, str(version))
+    require_folder(f"model '{name}', version {version}", address)
+    if (place := local_path(address)) is not None:
         for source in (place / path, *(place / path).rglob("*")):
             if source.is_file():
                 link_or_copy(source, folder / source.relative_to(place))
@@ -83,18 +87,6 @@ def download_part(tracker: Tracker, name: str, version: int, path: str, folder: 
     present = mlflow.artifacts.list_artifacts(parent, tracking_uri=tracker.uri)
     if path in {one.path for one in present}:
         mlflow.artifacts.download_artifacts(f"{uri}/{path}", dst_path=str(folder), tracking_uri=tracker.uri)
-
-
-def local_path(address: str) -> Path | None:
-    """Returns the folder that an address of the registry names on this machine. None: it is elsewhere.
-
-    Example:
-        >>> local_path("file:///"), local_path("file:///no%20such"), local_path("s3://bucket/models")
-        (PosixPath('/'), None, None)
-    """
-    parts = urlsplit(address)
-    path = Path(unquote(parts.path) if parts.scheme else address)
-    return path if parts.scheme in ("", "file") and path.is_dir() else None
 
 
 def _registered(tracker: Tracker, name: str, version: int) -> tuple[str, dict[str, str], Any]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mlflow
 from mlflow.exceptions import MlflowException
 from pydantic import BaseModel, ValidationError
 
@@ -25,7 +24,6 @@ from pipeline.registration.versions import TRAINED_FROM
 from pipeline.training.launch.processes import resolve_threads
 from pipeline.training.tables.plan import ShardingPlan
 from storage.reader import SnapshotRef
-from storage.scratch import ScratchFolder
 
 RECORD = "record.json"
 """Artifact of a run, and file in the run's folder. A version's tag `record` holds its address."""
@@ -163,16 +161,14 @@ def find_record(tracker: Tracker, name: str, version: int) -> Record | None:
         return None
     if not PLACE.fullmatch(place):
         raise RegistryError(where, f"a record at {PLACE.pattern}", f"'{place}'", "Do not trust this version.")
-    with ScratchFolder("dlrm-record-") as folder:
-        path = mlflow.artifacts.download_artifacts(place, dst_path=folder, tracking_uri=tracker.uri)
-        try:
-            return Record.model_validate_json(Path(path).read_bytes())
-        except ValidationError as error:
-            key = ".".join(map(str, error.errors()[0]["loc"]))
-            raise RegistryError(
-                f"{RECORD} of {where}", "a record of its training", f"other content at '{key}'",
-                "Train another version.",
-            ) from None  # fmt: skip
+    try:
+        return Record.model_validate(tracker.read_json(place.split("/")[1], RECORD))
+    except ValidationError as error:
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise RegistryError(
+            f"{RECORD} of {where}", "a record of its training", f"other content at '{key}'",
+            "Train another version.",
+        ) from None  # fmt: skip
 
 
 def trained_sources(workspace: Workspace, version: int) -> tuple[PinnedSource, ...]:

@@ -19,7 +19,7 @@ from pipeline.inference import files
 from pipeline.inference.files import EXAMPLE, MODEL, PLAN, WEIGHTS, check_files, hash_files
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.scorer import Scorer
-from pipeline.registration.tracking import RESULT, Tracker, reporting_unreachable
+from pipeline.registration.tracking import RESULT, Tracker, local_path, reporting_unreachable
 from pipeline.registration.versions import FILES, HASHES, SIZE, download_packed, download_part, is_intact
 from storage.artifacts import link_or_copy
 
@@ -117,6 +117,22 @@ def test_the_code_of_a_version_is_not_fetched(registry, packed, tmp_path):
     download_part(tracker, "m", version, "none.json", tmp_path / "fetched")
     found = {path.name for path in (tmp_path / "fetched").rglob("*") if path.is_file()}
     assert found - {"registered_model_meta"} == {*CONTENTS, EXAMPLE}
+
+
+def test_files_of_a_moved_home_are_told_by_their_old_folder(registry, packed, tmp_path):
+    """They would be damaged ones, and MLflow would say that it failed to download."""
+    tracker, version = registry({FILES: json.dumps(hash_files(packed))})
+    run_id = tracker.start("r", {}, {}, None)
+    tracker.log_json(run_id, {"status": "ok"}, RESULT)
+    artifacts = local_path(tracker.client.get_run(run_id).info.artifact_uri)
+    (tmp_path / "stored").rename(tmp_path / "moved")
+    artifacts.rename(tmp_path / "moved too")
+    told = r"expected those in '{}', as MLflow has it, got no such folder\. If their folder was moved, "
+    with pytest.raises(RegistryError, match="^files of model 'm', version 1: " + told.format(tmp_path / "stored")):
+        download_packed(tracker, "m", version, tmp_path / "fetched")
+    with pytest.raises(RegistryError, match=f"^files of MLflow run '{run_id}': " + told.format(artifacts)):
+        tracker.read_json(run_id, RESULT)
+    assert not is_intact(tracker, "m", version, run_id)
 
 
 @pytest.mark.parametrize("harm", HARMS)
