@@ -17,7 +17,7 @@ import duckdb
 import pyarrow as pa
 
 from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values, form_of
-from pipeline.data.formats.reading import Decoder, ReadableFile, first_line, readable_names
+from pipeline.data.formats.reading import Decoder, ReadableFile, damage_behind, first_line, readable_names
 from pipeline.data.formats.sample import choose_sample
 from pipeline.data.formats.types import FILE, ISO_DATE, ROW
 from pipeline.errors import ConfigError, DataError
@@ -31,7 +31,7 @@ from pipeline.extraction.samples import (
     unstorable_columns,
     unstorable_event_columns,
 )
-from pipeline.extraction.sources import create_view, find_invalid_utf8, join_side_tables
+from pipeline.extraction.sources import create_view, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list, is_text
 from storage.names import Format
@@ -383,15 +383,11 @@ def _connection(files: Sequence[ReadableFile], context: SourceContext) -> Iterat
     ):
         try:
             yield connection
-        except duckdb.Error as error:
+        except (duckdb.Error, UnicodeDecodeError) as error:
             if (lost := store_failure(error)) is not None:
                 raise lost from error
-            if (
-                "Invalid string encoding" in str(error)
-                and (found := find_invalid_utf8(files, warehouse.config.catalog)) is not None
-            ):
-                where = f"column '{found[1]}' of '{found[0].name}'"
-                raise DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.") from error
+            if (damage := damage_behind(error, files, warehouse.config.catalog)) is not None:
+                raise damage from error
             if isinstance(error, duckdb.OutOfMemoryException):
                 raise DataError(
                     "memory of the ingest", f"rows that fit into {limits['memory_limit']} of memory", first_line(error),

@@ -1,22 +1,18 @@
 """Files and side tables as uniform DuckDB views."""
 
-import contextlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import duckdb
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.data.formats.csv import refuse_like_names
-from pipeline.data.formats.files import SourceFile, address_of, folder_values
-from pipeline.data.formats.reading import ReadableFile, explained, read_files
+from pipeline.data.formats.files import folder_values
+from pipeline.data.formats.reading import ReadableFile, read_files
 from pipeline.data.formats.types import FILE, NOTHING, ROW, as_text, count_times, is_number, parse_times
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import SideTable
 from storage.arrow import differing_clocks
-from storage.objects import open_file
 from storage.query import column_types, literal, quote
 
 _INTEGERS = (
@@ -55,35 +51,32 @@ def create_view(
     Returns:
         The columns that are left out.
     Raises:
-        DataError: If a file cannot be read, or a time has none of the formats.
+        DataError: If columns or their types exclude each other, or a time has none of the formats.
+        Error: DuckDB's, for a damaged file.
     """
     old = {new: given for given, new in rename.items()}
     given = [old.get(time, time) for time in times]
     kept = {old.get(column, column): kind for column, kind in {**known, **stored}.items()}
-    with explained(
-        f"files of {where}, first '{files[0].file.name}'",
-        "Set source.format, or correct the files." if where == "source.path" else "Correct the files.",
-    ):
-        rows = read_files(connection, files, numbered, given if formats else (), kept)
-        rows = _rename(_add_folders(rows, files, given), rename, where)
-        hidden = [name for name in rows.columns if name.startswith("__") and name != FILE]
-        rows = rows.select(f"* EXCLUDE ({', '.join(map(quote, hidden))})") if hidden else rows
-        kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
-        empty = [time for time, kind in kinds.items() if time in times and kind == NOTHING]
-        if empty:  # a log without a row yet is one of times
-            rows = rows.select(f"* REPLACE ({', '.join(f'CAST(NULL AS TIMESTAMP) AS {quote(one)}' for one in empty)})")
-        counted = [time for time, kind in kinds.items() if time in clocks and is_number(kind)]
-        written = [time for time, kind in kinds.items() if time in times and unit is None and is_number(kind)]
-        parsed = [time for time, kind in kinds.items() if time in times and kind == "VARCHAR"] + written
-        if formats and parsed:
-            texts = ", ".join(f"{as_text(quote(time), kinds[time])} AS {quote(time)}" for time in written)
-            rows = rows.select(f"* REPLACE ({texts})") if texts else rows  # numbers such as 20250131
-            rows = parse_times(rows, parsed, formats)
-        refuse_like_names(f"columns of {where}", rows.columns)  # DuckDB would give one of them another name
-        if unit is not None and counted:
-            section = "source." if where.startswith("source.") else where.removesuffix("path")
-            rows = count_times(rows, counted, unit, f"{section}day_unit")
-        _add_known(rows, known).create_view(name)
+    rows = read_files(connection, files, numbered, given if formats else (), kept)
+    rows = _rename(_add_folders(rows, files, given), rename, where)
+    hidden = [name for name in rows.columns if name.startswith("__") and name != FILE]
+    rows = rows.select(f"* EXCLUDE ({', '.join(map(quote, hidden))})") if hidden else rows
+    kinds = dict(zip(rows.columns, map(str, rows.types), strict=True))
+    empty = [time for time, kind in kinds.items() if time in times and kind == NOTHING]
+    if empty:  # a log without a row yet is one of times
+        rows = rows.select(f"* REPLACE ({', '.join(f'CAST(NULL AS TIMESTAMP) AS {quote(one)}' for one in empty)})")
+    counted = [time for time, kind in kinds.items() if time in clocks and is_number(kind)]
+    written = [time for time, kind in kinds.items() if time in times and unit is None and is_number(kind)]
+    parsed = [time for time, kind in kinds.items() if time in times and kind == "VARCHAR"] + written
+    if formats and parsed:
+        texts = ", ".join(f"{as_text(quote(time), kinds[time])} AS {quote(time)}" for time in written)
+        rows = rows.select(f"* REPLACE ({texts})") if texts else rows  # numbers such as 20250131
+        rows = parse_times(rows, parsed, formats)
+    refuse_like_names(f"columns of {where}", rows.columns)  # DuckDB would give one of them another name
+    if unit is not None and counted:
+        section = "source." if where.startswith("source.") else where.removesuffix("path")
+        rows = count_times(rows, counted, unit, f"{section}day_unit")
+    _add_known(rows, known).create_view(name)
     return hidden
 
 
@@ -107,23 +100,6 @@ def _rename(rows: duckdb.DuckDBPyRelation, rename: Mapping[str, str], where: str
         )
     pairs = ", ".join(f"{quote(old)} AS {quote(new)}" for old, new in found.items())
     return rows.select(f"* RENAME ({pairs})") if found else rows
-
-
-def find_invalid_utf8(files: Sequence[ReadableFile], properties: Mapping[str, str]) -> tuple[SourceFile, str] | None:
-    """Returns the first Parquet file with text that is not UTF-8, and its column. None: all text is valid."""
-    for path in (one.file for one in files if one.form == "parquet"):
-        with (
-            contextlib.suppress(pa.ArrowInvalid, OSError),
-            open_file(address_of(path), properties) as opened,
-            pq.ParquetFile(opened) as file,
-        ):
-            for group in range(file.num_row_groups):
-                for name, column in zip(file.schema_arrow.names, file.read_row_group(group).columns, strict=True):
-                    try:
-                        column.validate(full=True)
-                    except pa.ArrowInvalid:
-                        return path, name
-    return None
 
 
 def _add_folders(

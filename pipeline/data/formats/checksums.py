@@ -1,6 +1,6 @@
-"""Compares the pages of Parquet files with their checksums. DuckDB does not look at them."""
+"""Finds damaged Parquet files: pages with other checksums, at which DuckDB does not look, and what cannot be read."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,7 +8,7 @@ from isal.isal_zlib import crc32
 
 from pipeline.data.formats.files import SourceFile, address_of
 from pipeline.errors import DataError
-from storage.objects import open_file
+from storage.objects import open_file, store_failure
 from storage.pages.headers import read_pages
 
 
@@ -44,3 +44,54 @@ def _verify(file: SourceFile, opened: pa.NativeFile, chunk: pq.ColumnChunkMetaDa
                 "Fetch or write the file again.",
             )  # fmt: skip
     return True
+
+
+def find_damage(files: Sequence[SourceFile], properties: Mapping[str, str]) -> DataError | None:
+    """Returns what is wrong with the first of some Parquet files that cannot be read. None: all can be read.
+
+    It reads the footers of all files first. It is slow, and meant for when a read has failed without naming the file.
+
+    Args:
+        properties: Access to object stores: `warehouse.catalog`.
+    """
+    for step in (_find_bad_footer, _find_bad_values):
+        for file in files:
+            if (found := step(file, properties)) is not None:
+                return found
+    return None
+
+
+def _find_bad_footer(file: SourceFile, properties: Mapping[str, str]) -> DataError | None:
+    try:
+        with open_file(address_of(file), properties) as opened:
+            _ = pq.read_metadata(opened).schema.names  # decodes them
+    except UnicodeDecodeError:
+        where = f"names of columns of '{file.name}'"
+        return DataError(where, "text in UTF-8", "other bytes", "Write the file again.")
+    except (pa.ArrowException, OSError) as error:
+        return _unreadable(f"file '{file.name}'", error, ", or set source.format if it has another one")
+    return None
+
+
+def _find_bad_values(file: SourceFile, properties: Mapping[str, str]) -> DataError | None:
+    with open_file(address_of(file), properties) as opened, pq.ParquetFile(opened) as parquet:
+        for group in range(parquet.metadata.num_row_groups):
+            for name in dict.fromkeys(parquet.schema_arrow.names):
+                where = f"column '{name}' of '{file.name}'"
+                try:
+                    column = parquet.read_row_group(group, [name])
+                except (pa.ArrowException, OSError) as error:
+                    return _unreadable(where, error)
+                try:
+                    column.validate(full=True)
+                except pa.ArrowInvalid:
+                    return DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.")
+    return None
+
+
+def _unreadable(where: str, error: Exception, more: str = "") -> DataError:
+    """Returns an error about bytes that are no Parquet. A store that does not answer is another one."""
+    if (lost := store_failure(error)) is not None:
+        raise lost from error
+    reason = f"{error}".partition("\n")[0].rstrip(". ")
+    return DataError(where, "Parquet that can be read", reason, f"Fetch or write the file again{more}.")

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.formats.avro import copy_avro, count_avro
+from pipeline.data.formats.checksums import find_damage
 from pipeline.data.formats.csv import (
     copy_criteo,
     copy_csv,
@@ -249,7 +250,7 @@ def copy_typed(
     with (
         readable_files(dict.fromkeys(files, "auto"), folder, properties) as read,
         _connect([*(one.read for one in read.values()), folder], folder / "spill", properties, {}) as connection,
-        explained(f"files, first '{files[0].name}'", "Correct the files."),
+        explained(f"files, first '{files[0].name}'", "Correct the files.", [*read.values()], properties),
     ):
         rows = read_files(connection, [read[file] for file in files])
         wide = {quote(name): f"{kind}" for name, kind in zip(rows.columns, rows.types, strict=True)}
@@ -272,13 +273,25 @@ def count_rows_of(file: ReadableFile, properties: Mapping[str, str]) -> int:
 
 
 @contextmanager
-def explained(where: str, remedy: str = "Correct the file, or set source.format.") -> Iterator[None]:
-    """Turns DuckDB's and Arrow's errors about files into ours."""
+def explained(
+    where: str,
+    remedy: str = "Correct the file, or set source.format.",
+    files: Sequence[ReadableFile] = (),
+    properties: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:
+    """Turns DuckDB's and Arrow's errors about files into ours.
+
+    Args:
+        files: If one of these is a damaged Parquet file, it is named.
+        properties: Access to object stores.
+    """
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError, RuntimeError, UnicodeDecodeError) as error:
         if (lost := store_failure(error)) is not None:
             raise lost from error
+        if (damage := damage_behind(error, files, properties)) is not None:
+            raise damage from error
         if isinstance(error, duckdb.OutOfMemoryException):
             remedy = "Raise ingest.memory_bytes, or read fewer files at once."
             raise DataError(where, "rows that fit into DuckDB's memory", first_line(error), remedy) from error
@@ -287,6 +300,14 @@ def explained(where: str, remedy: str = "Correct the file, or set source.format.
         unicode = isinstance(error, UnicodeDecodeError) or ("Invalid unicode" in f"{error}" and "CSV" not in f"{error}")
         reason = "text that is not UTF-8" if unicode else first_line(error)
         raise DataError(where, "readable values", reason, remedy) from error
+
+
+def damage_behind(error: Exception, files: Sequence[ReadableFile], properties: Mapping[str, str]) -> DataError | None:
+    """Returns what an error about rows does not say: which Parquet file is damaged. None: it is not about that."""
+    unread = isinstance(error, duckdb.Error | UnicodeDecodeError)
+    if not unread or isinstance(error, duckdb.OutOfMemoryException | duckdb.ConversionException):
+        return None
+    return find_damage([one.file for one in files if one.form == "parquet"], properties)
 
 
 def read_files(

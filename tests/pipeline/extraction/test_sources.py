@@ -4,6 +4,7 @@ import datetime
 import decimal
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -292,18 +293,55 @@ def test_the_criteo_sample(shared_data: Path, ingest: Any, stored: Any) -> None:
         pd.testing.assert_series_equal(frame[name].astype(float), pd.to_numeric(text[name]).astype(float))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path, ingest: Any, put: Any) -> None:
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
-    with pytest.raises(DataError) as error:
-        ingest({"path": "a.parquet", "day": "2024-01-01"})
-    sentence = str(error.value)
-    assert sentence.startswith("files of source.path, first 'a.parquet': expected readable values, got ")
-    assert sentence.endswith(". Set source.format, or correct the files.")
-    put("b.parquet", user=[1], label=[0])
+DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "cut off": (lambda content: content[:-20], "file 'd2.parquet'"),
+    "half": (lambda content: content[: len(content) // 2], "file 'd2.parquet'"),
+    "empty": (lambda content: b"", "file 'd2.parquet'"),
+    "another format": (lambda content: b"user,label\n1,0\n", "file 'd2.parquet'"),
+    "a page of zeros": (
+        lambda content: content[:100] + bytes(1_900) + content[2_000:],
+        "column 'user' of 'd2.parquet'",
+    ),
+    "a page's header": (lambda content: content[:4] + b"\xff" * 36 + content[40:], "column 'user' of 'd2.parquet'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("read_as", ["rows", "side table", "outcomes"])
+def test_the_damaged_one_of_several_files_is_named(
+    tmp_path: Path, ingest: Any, put: Any, damage: str, read_as: str
+) -> None:
+    rows = range(3_000)
+    for day in (1, 2, 3):
+        at = pa.array([datetime.datetime(2025, 1, day)] * 3_000, pa.timestamp("us"))
+        label = {} if read_as == "side table" else {"label": [row % 2 for row in rows], "at": at}
+        put(f"d{day}.parquet", user=[row + 3_000 * day for row in rows], **label)
+    change, place = DAMAGES[damage]
+    damaged = tmp_path / "d2.parquet"
+    damaged.write_bytes(change(damaged.read_bytes()))
+    source: dict[str, Any] = {"path": "d*.parquet", "day_column": "at"}
+    if read_as != "rows":
+        put(
+            "rows.parquet",
+            user=[1],
+            at=[datetime.datetime(2025, 1, 1)],
+            **({"label": [0]} if "side" in read_as else {}),
+        )
+        source["path"] = "rows.parquet"
+    if read_as == "side table":
+        source["lookups"] = [{"path": "d*.parquet", "on": ["user"]}]
+    if read_as == "outcomes":
+        source["outcomes"] = {
+            "path": "d*.parquet",
+            "on": "user",
+            "feature_time": "at",
+            "outcome_time": "at",
+            "window_seconds": 86_400,
+        }
     with pytest.raises(
-        DataError, match=r"^files of source\.lookups 'a\.parquet', first 'a\.parquet'.*\. Correct the files\.$"
+        DataError, match=rf"^{place}: expected Parquet that can be read, got .*\. Fetch or write the file"
     ):
-        ingest({"path": "b.parquet", "day": "2024-01-01", "lookups": [{"path": "a.parquet", "on": ["user"]}]})
+        ingest(source)
 
 
 @pytest.mark.parametrize("line", ["0\tnot a number" + "\t" * 38, "0\t1\t2"])
@@ -570,5 +608,5 @@ def test_names_of_columns_that_are_not_utf8_are_refused(tmp_path: Path, ingest: 
     pq.write_table(pa.table({"word": [1], "label": [0]}), tmp_path / "a.parquet", store_schema=False)
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content.replace(b"word", b"w\xffrd"))
-    with pytest.raises(DataError, match=r"got text that is not UTF-8\. Set source\.format"):
+    with pytest.raises(DataError, match=r"^names of columns of 'a\.parquet': expected text in UTF-8, got other"):
         ingest({"path": "a.parquet", "day": "2024-01-01"})
