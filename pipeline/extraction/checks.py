@@ -199,7 +199,7 @@ def _find_absolute(
         if not 0.0 < (_rate(before.get(day, {}), label) or 0.0) < 1.0:  # else `losses` compares the labels
             broken += find_one_label(day, labels, known.open, known.has_table)
         for name in sorted(columns.keys() - seen - {label}):
-            if _matches(name, known.features) and not _matches(name, config.skip):
+            if _matches(name, known.features) and not config.skips(name):
                 broken += find_constant(name, [other[name] for other in new.values() if name in other])
                 seen.add(name)  # one finding for all days
         found[day] = [
@@ -292,7 +292,7 @@ def _findings(
         low, high = limits["label_rate"]
         yield from finding("label_rate", f"{low:.4f} to {high:.4f} as {span}", f"{rate:.4f}")
     for name in sorted({*new, *(name for before in past for name in before)} - {label}):
-        if not _matches(name, config.skip):
+        if not config.skips(name):
             known = [before[name] for before in past if name in before and before[name]["present"]]
             for rule, expected, got in _of_column(new.get(name), known, config, span):
                 if rule != "drift" or _matches(name, read):

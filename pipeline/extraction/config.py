@@ -1,6 +1,7 @@
 """Config of the ingest: where rows come from, how they are labelled, checked and written."""
 
 import datetime
+import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -330,7 +331,8 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """A column has values for the first time, or is new."""
     changed_type: Verdict = "fail"
     """A column has values that its type in the table cannot hold, such as text or fractions among ids. Days with such
-    values are held back or end the ingest: warn and off do not admit them."""
+    values are held back or end the ingest: warn and off do not admit them. In a column that neither `features` nor
+    `source` names, or that `skip` does, they are null, with a warning."""
     coverage: Verdict = "warn"
     """The share of rows in which a column has a value."""
     length: Verdict = "warn"
@@ -380,6 +382,10 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
         """Returns what happens to a day that breaks the rule."""
         found: Verdict = getattr(self, rule)
         return found
+
+    def skips(self, column: str) -> bool:
+        """Tells whether `skip` names a column."""
+        return any(fnmatch.fnmatchcase(column, pattern) for pattern in self.skip)
 
 
 class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

@@ -61,6 +61,7 @@ from pipeline.extraction.samples import (
     count_repeated,
     count_rows,
     find_misfits,
+    is_named,
     maps_of,
     name_type,
     number_columns,
@@ -532,17 +533,26 @@ def _check_days(
 
 
 def _find_misfits(ingest: _Ingest, rows: OpenSource, due: Sequence[SourceDay]) -> list[CheckFinding]:
-    """Returns values that would change in the table, as a rule that their days break. No verdict can admit them."""
-    stored = stored_types(ingest.context.warehouse, ingest.context.table)
-    outcome: Verdict = "quarantine" if ingest.config.checks.outcome("changed_type") == "quarantine" else "fail"
-    return [
-        CheckFinding(
-            day=one.day, rule="changed_type", outcome=outcome, column=one.column,
-            expected=f"{name_type(stored[one.column])}, as in table '{ingest.context.table}'",
-            got=f"others in {one.rows:,} rows, such as '{one.value}' in '{Path(rows.names[one.file]).name}'",
-        )
-        for one in find_misfits(rows.connection, rows.view, f"{GOOD} AND {rows_of_days(rows, due)}")
-    ]  # fmt: skip
+    """Returns values that would change in the table, as a rule that their days break.
+
+    No verdict can admit them, but where nothing reads the column or `skip` names it: there they are null.
+    """
+    context, checks = ingest.context, ingest.config.checks
+    stored = stored_types(context.warehouse, context.table)
+    strict: Verdict = "quarantine" if checks.outcome("changed_type") == "quarantine" else "fail"
+    found = []
+    for one in find_misfits(rows.connection, rows.view, f"{GOOD} AND {rows_of_days(rows, due)}"):
+        read = context.events is not None or is_named(one.column, context.schema, context.source)
+        admitted = not read or checks.skips(one.column)
+        example = f"others in {one.rows:,} rows, such as '{one.value}' in '{Path(rows.names[one.file]).name}'"
+        found.append(
+            CheckFinding(
+                day=one.day, rule="changed_type", outcome="warn" if admitted else strict, column=one.column,
+                expected=f"{name_type(stored[one.column])}, as in table '{context.table}'",
+                got=f"{example}; they are null there" if admitted else example,
+            )
+        )  # fmt: skip
+    return found
 
 
 def _find_unmatched(ingest: _Ingest, plan: _Plan) -> list[CheckFinding]:

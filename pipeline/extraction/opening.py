@@ -326,11 +326,12 @@ class SourceReader:
             if context.events is None:
                 made = context.outcome_columns
                 left = unstorable_columns(connection, view, context.schema, made)
-                samples = add_types(connection, view, context.schema, source, columns, made, self.numbered, stored)
+                guessed = any(raw.read[file].form in ("csv", "json") for file in files.rows)
+                samples = add_types(connection, view, context.schema, source, columns, made, stored, guessed)
             else:
                 left = unstorable_event_columns(connection, view, context.events)
                 samples = add_event_types(
-                    connection, view, context.events, context.place, self.numbered, context.repeat_seconds, stored
+                    connection, view, context.events, context.place, context.repeat_seconds, stored
                 )
             notes = [*raw.notes, *([join.clocks] if join is not None and join.clocks else [])]
             yield OpenSource(connection, samples, files, raw.read, join, unmatched, left, notes)

@@ -4,10 +4,10 @@ import datetime
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import duckdb
 
@@ -33,8 +33,8 @@ ANONYMOUS = "__anonymous"
 """Column of the view of events: whether a row lacks a key."""
 SHOWN_LETTERS = 100
 """Of a value in an error."""
-MISFIT = "__misfit"
-"""Column of the view: a value that would change in the table, whose type for it stays, as {column, value}. Else null.
+MISFITS = "__misfits"
+"""Column of the view: values that would change in the table, whose types stay, as {column, value}, among nulls.
 
 The view lacks it if all types are those of the table."""
 GOOD = f"__reason IS NULL AND NOT {LEFT_OUT}"
@@ -59,16 +59,17 @@ def add_types(
     source: SourceConfig,
     matched: Sequence[str],
     made: Sequence[str],
-    numbered: bool,
     stored: Mapping[str, str] = MappingProxyType({}),
+    guessed: bool = False,
 ) -> str:
     """Creates a view of the rows as stored, with day, label and the reason why a row is refused. Returns its name.
 
     Args:
         matched: Further columns to keep: matches in side tables, and what the log join says of the row.
         made: Columns computed from outcomes; they are no features.
-        numbered: Whether the rows have the column ROW.
         stored: Column of the table -> DuckDB's type of it.
+        guessed: Whether values of text say which types columns have. Then whole numbers that features read as numbers
+            alone, such as prices of a quiet day, are stored as floats: another day has fractions.
     Raises:
         ConfigError: If the configuration names a column that the rows lack.
         DataError: If a column has a type that cannot be stored, or a row has no day.
@@ -81,7 +82,8 @@ def add_types(
     if isinstance(day, str):
         resolve([day], names, "source.day_column")
     maps = maps_of(types)
-    dense = dense_columns(schema, [name for name in names if name != DAY or day == DAY], made, maps)
+    read = read_columns(schema, [name for name in names if name != DAY or day == DAY], made, maps)
+    dense = read.numbers
     _check_text(connection, view, [name for name in dense if types[name] == "VARCHAR" and name not in stored])
     # A column of untyped nulls or empty lists is left out. When a later file gives its type, these rows read null.
     untyped = {name for name in names if types[name].removesuffix("[]") == NOTHING and name not in dense}
@@ -94,7 +96,9 @@ def add_types(
         weight if weight is not None and types[weight] == "VARCHAR" else None
     )  # text that is not a number is refused
     numbers = [*dense, *([] if loose is None else [loose])]
-    typed = _type_columns(connection, view, {name: types[name] for name in kept}, stored, numbers)
+    items = {name: types[name].removesuffix("[]") for name in dense if guessed and name not in read.ids}
+    floats = {name: f"DOUBLE{types[name][len(item) :]}" for name, item in items.items() if _is_whole(item)}
+    typed = _type_columns(connection, view, {name: types[name] for name in kept}, floats | {**stored}, numbers)
     date = _day(day, types[day], source.day_unit) if isinstance(day, str) else f"DATE '{day}'"
     _refuse_other_day(connection, view, {name: types[name] for name in names if name != day}, date)
     outcome = _label(schema.label, source.positive)
@@ -109,7 +113,7 @@ def add_types(
     connection.execute(
         f"CREATE VIEW samples AS SELECT {', '.join([*typed, *matched])}, {date} AS {DAY}, {label} AS __raw_label,"
         f" TRY_CAST({outcome} AS INTEGER) AS {label}, {reason} AS __reason, {FILE} AS __file,"
-        f" {ROW if numbered else 0} AS __row FROM {view}"
+        f" {ROW if ROW in types else 0} AS __row FROM {view}"
     )
     if isinstance(day, str):
         _check_days(connection, view, day, types[day], count_rows(connection, "samples", f"{DAY} IS NULL"), date)
@@ -140,7 +144,6 @@ def add_event_types(
     view: str,
     events: EventTable,
     place: Callable[[str], str],
-    numbered: bool,
     repeat_seconds: int,
     stored: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
@@ -184,7 +187,7 @@ def add_event_types(
     made = f"{date} AS {DAY}, ({left_out}) AS {LEFT_OUT}, ({anonymous}) AS {ANONYMOUS}"
     connection.execute(
         f"CREATE VIEW samples AS SELECT {', '.join(typed)}, {made}, CAST(NULL AS VARCHAR) AS __reason,"
-        f" {FILE} AS __file, {ROW if numbered else 0} AS __row FROM {view}"
+        f" {FILE} AS __file, {ROW if ROW in types else 0} AS __row FROM {view}"
     )
     _check_days(connection, view, time, types[time], count_rows(connection, "samples", f"{DAY} IS NULL"), date, place)
     return "samples"
@@ -332,20 +335,45 @@ def number_columns(
     schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str], maps: Collection[str] = ()
 ) -> set[str]:
     """Returns the columns of the stored rows with counts or labels: their integers are not ids."""
-    return {schema.label, *made, *dense_columns(schema, names, made, maps)}
+    return {schema.label, *made, *read_columns(schema, names, made, maps).numbers}
 
 
-def dense_columns(
-    schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str], maps: Collection[str] = ()
-) -> list[str]:
-    """Returns the columns that features read as numbers, without keys of maps. Arguments as of `read_columns`."""
-    return read_columns(schema, names, made, maps)[0]
+def is_named(name: str, schema: FeatureSchema | LabelColumns, source: SourceConfig) -> bool:
+    """Returns whether features or the source may read a column: whether any of their values names it.
+
+    Before features are declared, all columns are as important.
+    """
+    if isinstance(schema, LabelColumns):
+        return True
+    texts = {text for one in (schema, source) for text in _texts_in(one.model_dump(mode="json", exclude={"rename"}))}
+    return any(fnmatch.fnmatchcase(name, text) or is_key(text, [name]) for text in texts)
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yields the texts anywhere in a value of JSON, keys of maps among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from (key, *_texts_in(one))
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts_in(one)
+
+
+class ReadColumns(NamedTuple):
+    """Columns that features read, without keys of maps."""
+
+    numbers: list[str]
+    """Those that one reads as numbers."""
+    ids: list[str]
+    """Those that one reads as anything else."""
 
 
 def read_columns(
     schema: FeatureSchema | LabelColumns, names: list[str], made: Sequence[str], maps: Collection[str] = ()
-) -> tuple[list[str], list[str]]:
-    """Returns the columns that features read as numbers, and all that they read, without keys of maps.
+) -> ReadColumns:
+    """Returns the columns that features read.
 
     Args:
         maps: Those of the columns that are maps.
@@ -353,30 +381,25 @@ def read_columns(
         ConfigError: If a column of the schema does not exist, or is an outcome.
     """
     if isinstance(schema, LabelColumns):
-        return [], []
+        return ReadColumns([], [])
     derived = [op.output for op in schema.derived]
     known = [*names, *derived]
-    found: list[str] = []
-    read: list[str] = []
+    found = ReadColumns([], [])
     for dense in schema.dense:
         columns = _resolved(schema, dense.columns, known, maps, "features.dense column")
-        read += columns
-        found += columns if dense.read_kind("dense") == "dense" else []
+        found[dense.read_kind("dense") != "dense"].extend(columns)
     for sparse in schema.sparse:
         columns = _resolved(schema, sparse.columns, known, maps, "features.sparse column")
-        read += columns
-        found += columns if sparse.read_kind("sparse") == "dense" else []
+        found[sparse.read_kind("sparse") != "dense"].extend(columns)
     for op in schema.derived:
         for name, kind in zip(op.inputs, input_kinds(op), strict=False):
             if name not in known:
                 if _is_joined(schema, name) or is_key(name, maps):
                     continue
                 raise unknown_column(f"{op.kind} of '{op.output}', input", name, known)
-            read.append(name)
-            found += [name] if kind == "dense" else []
-    refuse_outcomes(read, made)
-    numbers = [name for name in dict.fromkeys(found) if name not in derived]
-    return numbers, [name for name in dict.fromkeys(read) if name not in derived]
+            found[kind != "dense"].append(name)
+    refuse_outcomes([*found.numbers, *found.ids], made)
+    return ReadColumns(*([name for name in dict.fromkeys(one) if name not in derived] for one in found))
 
 
 def _resolved(
@@ -425,8 +448,8 @@ def unstorable_columns(
     odd = [name for name in names if not is_storable(types[name])]
     if not odd:
         return {}
-    read = {*read_columns(schema, names, made, maps_of(types))[1], schema.label, schema.weight}
-    return {name: types[name] for name in odd if name not in read}
+    numbers, ids = read_columns(schema, names, made, maps_of(types))
+    return {name: types[name] for name in odd if name not in (*numbers, *ids, schema.label, schema.weight)}
 
 
 def unstorable_event_columns(connection: duckdb.DuckDBPyConnection, view: str, events: EventTable) -> dict[str, str]:
@@ -443,7 +466,7 @@ def _type_columns(
     stored: Mapping[str, str],
     dense: Collection[str] = (),
 ) -> list[str]:
-    """Returns the SQL of columns in the types that they are stored in, and of MISFIT if they have others.
+    """Returns the SQL of columns in the types that they are stored in, and of MISFITS if they have others.
 
     Args:
         types: Column -> DuckDB's type.
@@ -456,12 +479,11 @@ def _type_columns(
         column, (value, test) = quote(name), fitted or (_cast(name, kind, name in dense), "true")
         if test != "true" and name in stored:
             fits, shown = f"coalesce({test}, false)", f"left(CAST({column} AS VARCHAR), {SHOWN_LETTERS})"
-            misfits.append(
-                f"WHEN {column} IS NOT NULL AND NOT {fits} THEN {{'column': {literal(name)}, 'value': {shown}}}"
-            )
+            found = f"{{'column': {literal(name)}, 'value': {shown}}}"
+            misfits.append(f"CASE WHEN {column} IS NOT NULL AND NOT {fits} THEN {found} END")
             value = f"CASE WHEN {column} IS NOT NULL AND {fits} THEN {value} END"
         typed.append(f"{value} AS {column}")
-    return [*typed, *([f"CASE {' '.join(misfits)} END AS {MISFIT}"] if misfits else [])]
+    return [*typed, *([f"[{', '.join(misfits)}] AS {MISFITS}"] if misfits else [])]
 
 
 class Misfit(NamedTuple):
@@ -477,16 +499,17 @@ class Misfit(NamedTuple):
 
 
 def find_misfits(connection: duckdb.DuckDBPyConnection, view: str, condition: str) -> list[Misfit]:
-    """Returns the values that would change in the table, of the rows that meet a condition. Of a row it is the first.
+    """Returns the values that would change in the table, of the rows that meet a condition.
 
     Args:
         view: Made by `add_types` or `add_event_types`.
     """
-    if MISFIT not in connection.view(view).columns:
+    if MISFITS not in connection.view(view).columns:
         return []
     query = (
-        f"SELECT {DAY}, {MISFIT}.column, count(*), min({MISFIT}.value), min(__file) FROM {view}"
-        f" WHERE {MISFIT} IS NOT NULL AND {condition} GROUP BY ALL ORDER BY ALL"
+        f"SELECT {DAY}, one.column, count(*), min(one.value), min(__file)"
+        f" FROM (SELECT {DAY}, __file, unnest({MISFITS}) AS one FROM {view} WHERE {condition})"
+        f" WHERE one IS NOT NULL GROUP BY ALL ORDER BY ALL"
     )
     return [Misfit(*row) for row in connection.sql(query).fetchall()]
 
@@ -558,14 +581,15 @@ def _fit_value(value: str, kind: str, stored: str, dense: bool) -> tuple[str, st
     if kind == "VARCHAR":
         cast = f"TRY_CAST({_number(value)} AS {stored})"
         return cast, f"{cast} IS NOT NULL" if stored in floats else f"{_number(value)} = {cast}"
-    whole = decimal or _stored_family(kind) == "integer"
+    whole = decimal or _is_whole(kind)
     if kind == "BOOLEAN" != stored and stored in ("BIGINT", *floats):
         return cast, "true"
     if stored in floats and whole:
         exact = f"abs({value if decimal else f'CAST({value} AS HUGEINT)'}) <= {2**53 if stored == 'DOUBLE' else 2**24}"
         return cast, "true" if dense else f"{value} <> floor({value}) OR {exact}" if decimal else exact
     if stored == "BIGINT" and (decimal or kind in floats):
-        return cast, f"{value} = floor({value}) AND abs({value}) <= {2**63 - 1 if decimal else 2**53}"
+        missing = "" if decimal else f" OR isnan({value})"  # so pandas writes whole numbers of which one is missing
+        return cast, f"{value} = floor({value}) AND abs({value}) <= {2**63 - 1 if decimal else 2**53}{missing}"
     if stored == "BOOLEAN" and is_number(kind):
         return cast, f"{value} IN (0, 1)"
     if stored.startswith("TIMESTAMP") and kind == "DATE" and "ZONE" not in stored:
@@ -588,6 +612,10 @@ def name_type(kind: str) -> str:
         "TIMESTAMP WITH TIME ZONE": "times with a zone",
     }  # fmt: skip
     return f"lists of {name_type(kind[:-2])}" if kind.endswith("[]") else names[kind]
+
+
+def _is_whole(kind: str) -> bool:
+    return _stored_family(kind) == "integer"
 
 
 def _stored_family(kind: str) -> str:

@@ -393,25 +393,25 @@ def test_a_day_is_held_for_a_value_that_the_table_cannot_have(
             pq.write_table(table, tmp_path / f"{day}.parquet")
 
     write(DAYS[0], before)
-    ingest(source, checks=off)
+    ingest(source, ["user", "x"], checks=off)
     write(DAYS[1], odd)
     write(DAYS[2], good)
     with pytest.raises(DataError) as error:
-        ingest(source, checks=off)
+        ingest(source, ["user", "x"], checks=off)
     assert (
         f"day {DAYS[1]}, rule changed_type, column 'x': expected {expected}, as in table 'events', got "
         in f"{error.value}"
     )
     assert f" in '{DAYS[1]}.{form}'" in f"{error.value}"
     assert "(1 more)" not in f"{error.value}"
-    held = ingest(source, checks=off | {"changed_type": "quarantine"})
+    held = ingest(source, ["user", "x"], checks=off | {"changed_type": "quarantine"})
     assert (held.days_written, held.days_held) == (tuple(DAYS[2:3]), tuple(DAYS[1:2]))
     write(DAYS[3], good)
-    later = ingest(source, checks=off | {"changed_type": "quarantine"})
+    later = ingest(source, ["user", "x"], checks=off | {"changed_type": "quarantine"})
     assert (later.days_written, later.days_held) == (tuple(DAYS[3:4]), tuple(DAYS[1:2]))
     assert read_rows(warehouse, "events", ["x"])["x"].to_pylist() == [*before, *good, *good]
     write(DAYS[1], good)
-    assert ingest(source, checks=off).days_written == tuple(DAYS[1:2])
+    assert ingest(source, ["user", "x"], checks=off).days_written == tuple(DAYS[1:2])
 
 
 def test_the_table_of_held_days_keeps_its_types(ingest: Any, warehouse: Warehouse, tmp_path: Path) -> None:

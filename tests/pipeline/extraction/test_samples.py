@@ -256,13 +256,13 @@ def test_a_column_may_have_another_type_on_a_later_day_if_no_value_changes(
         ("id", ["a", "b"], "'a'"),
         ("whole", [1.5, 2.0], "'1.5'"),
     ):
-        own, read = {"path": "3.parquet"}, [name] if name == "price" else []
+        own, group = {"path": "3.parquet"}, "dense" if name == "price" else "sparse"
         with pytest.raises(ContractError, match=f"got .*{got}.*A table's column keeps its type.*begin a new") as error:
-            write(3, {name: values}, own, dense=read)
+            write(3, {name: values}, own, **{group: [name]})
         rename = re.search(r"rename=(\{.*?\})", str(error.value))
         assert rename is not None
         new = json.loads(rename[1])
-        write(3, {name: values}, own | {"rename": new}, dense=[new[one] for one in read], force=True)
+        write(3, {name: values}, own | {"rename": new}, **{group: [new[name]]}, force=True)
         assert read_rows(warehouse, "events", [new[name]]).to_pydict()[new[name]] == [None] * 4 + values
 
 
@@ -445,14 +445,58 @@ def test_a_later_day_changes_no_number(
     before: pa.Array, after: pa.Array, got: Any, ingest: Any, stored: Any, put: Any
 ) -> None:
     put("a.parquet", user=[1], x=before, date=[DAY1], label=[1])
-    ingest(BY_DAY, checks=ANY_LABEL)
+    ingest(BY_DAY, ["user", "x"], checks=ANY_LABEL)
     put("b.parquet", user=[1], x=after, date=[DAY2], label=[1])
     if isinstance(got, str):
         with pytest.raises(DataError, match=re.escape(got)):
-            ingest(BY_DAY, checks=ANY_LABEL)
+            ingest(BY_DAY, ["user", "x"], checks=ANY_LABEL)
     else:
-        ingest(BY_DAY, checks=ANY_LABEL)
+        ingest(BY_DAY, ["user", "x"], checks=ANY_LABEL)
         assert stored()["x"].tolist()[-1].tolist() == got[0]
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_column_that_nothing_reads_holds_no_day_back(ingest: Any, stored: Any, put: Any, skipped: bool) -> None:
+    """It is null where its value does not fit, which a warning says. So is one that `skip` names."""
+    rows: dict[str, Any] = {"user": [1, 2], "label": [0, 1]}
+    put("1.parquet", x=[1, 2], id=[1, 2], date=[DAY1] * 2, **rows)
+    checks, read = {"skip": ["x"]} if skipped else {}, ["user", "id", *(["x"] if skipped else [])]
+    ingest(BY_DAY, read, checks=checks)
+    put("2.parquet", x=["a", "5"], id=[3, 4], date=[DAY2] * 2, **rows)
+    (found,) = [one for one in ingest(BY_DAY, read, checks=checks).checked.findings if one.rule == "changed_type"]
+    assert (found.day, found.outcome, found.column) == (DAY2, "warn", "x")
+    assert found.got == "others in 1 rows, such as 'a' in '2.parquet'; they are null there"
+    assert pa.array(stored()["x"], from_pandas=True).to_pylist() == [1, 2, None, 5]
+    put("3.parquet", x=["b", "6"], id=["c", "7"], date=[datetime.date(2024, 1, 3)] * 2, **rows)
+    with pytest.raises(
+        ContractError, match=r"column 'id': expected whole numbers, .*, got others in 1 rows, such as 'c'"
+    ):
+        ingest(BY_DAY, read, checks=checks)  # both do not fit in one row, and one of them matters
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_whole_numbers_of_text_are_floats_where_features_read_numbers(
+    ingest: Any, stored: Any, tmp_path: Path, form: str
+) -> None:
+    """A quiet first day has whole prices. The type of a column that is an id, too, is what its values say."""
+    groups = {"dense": ["price", "count"], "sparse": ["user", "count"]}
+    for day, prices in ((1, [10, 20]), (2, [10.5, 2])):
+        frame = pd.DataFrame(
+            {"user": [1, 2], "label": [0, 1], "date": [f"2024-01-0{day}"] * 2, "price": prices, "count": [3, 4]}
+        ).astype({"price": object})
+        path = tmp_path / f"{day}.{form}"
+        path.write_text(frame.to_csv(index=False) if form == "csv" else frame.to_json(orient="records", lines=True))
+        ingest({"path": f"*.{form}", "day_column": "date"}, **groups)
+    assert stored()["price"].tolist() == [10.0, 20.0, 10.5, 2.0]
+    assert {name: f"{stored()[name].dtype}" for name in ("price", "count")} == {"price": "float64", "count": "int64"}
+
+
+def test_a_missing_whole_number_may_be_nan_on_a_later_day(ingest: Any, stored: Any, put: Any) -> None:
+    put("1.parquet", user=[1, 2], label=[0, 1], date=[DAY1] * 2)
+    ingest(BY_DAY)
+    put("2.parquet", user=pa.array([3.0, float("nan")]), label=[0, 1], date=[DAY2] * 2)
+    ingest(BY_DAY)
+    assert pa.array(stored()["user"], from_pandas=True).to_pylist() == [1, 2, 3, None]
 
 
 def test_days_may_be_written_as_numbers(ingest: Any, stored: Any, put: Any) -> None:
