@@ -19,6 +19,8 @@ class PendingDays(BaseModel, frozen=True):
     """Days after the champion's last one, in order, before the first open day."""
     open: tuple[datetime.date, ...]
     """All days of the table that may still get rows or labels."""
+    waiting: tuple[datetime.date, ...]
+    """Days after the first open one that are closed: days are learned in order."""
     changed: tuple[datetime.date, ...]
     """Days up to the champion's last one that it learned with other rows, or not at all because they came late."""
     newest: datetime.date | None
@@ -44,10 +46,10 @@ def find_pending(
     Example:
         >>> from pipeline.data.config import HashSplit
         >>> day, split = datetime.date, SplitConfig(hash=HashSplit(key="user", shares={"train": 0.9, "test": 0.1}))
-        >>> now = {day(2025, 1, 1): "a", day(2025, 1, 2): "b", day(2025, 1, 3): "c"}
+        >>> now = {day(2025, 1, number): "a" for number in (1, 2, 3, 4)}
         >>> found = find_pending(now, {"2025-01-01": "z"}, day(2025, 1, 1), [day(2025, 1, 3)], split)
-        >>> [str(one) for part in (found.closed, found.open, found.changed) for one in part]
-        ['2025-01-02', '2025-01-03', '2025-01-01']
+        >>> [str(one) for part in (found.closed, found.open, found.waiting, found.changed) for one in part]
+        ['2025-01-02', '2025-01-03', '2025-01-04', '2025-01-01']
     """
     new = sorted(day for day in contents if day > trained_to)
     first_open = next((number for number, day in enumerate(new) if day in open_days), len(new))
@@ -61,8 +63,11 @@ def find_pending(
     still_open = tuple(sorted(day for day in contents if day in open_days))
     newest = max(contents.keys() - set(still_open), default=None)
     rewritten = len(changed) > max(FEW_DAYS, len(learned) / 2)
-    closed = tuple(new[:first_open])
-    return PendingDays(closed=closed, open=still_open, changed=tuple(changed), newest=newest, rewritten=rewritten)
+    waiting = tuple(day for day in new[first_open:] if day not in open_days)
+    return PendingDays(
+        closed=tuple(new[:first_open]), open=still_open, waiting=waiting, changed=tuple(changed), newest=newest,
+        rewritten=rewritten,
+    )  # fmt: skip
 
 
 def list_days(days: Sequence[datetime.date]) -> str:

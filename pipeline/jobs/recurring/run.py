@@ -73,6 +73,8 @@ def train_new_days(workspace: Workspace, scratch: bool, force: bool) -> dict[str
         raise EmptyDatasetError(f"table '{name}'", "a closed day", "open ones only", "Wait, or name one: day=DAY.")
     if pending.open:
         log.info("open days are not trained on yet: %s", list_days(pending.open))
+    if pending.waiting:
+        log.warning("closed days wait for an open one before them: %s", list_days(pending.waiting))
     if pending.changed:
         log.warning(
             "the champion has learned other rows of %s; the next training %s",
@@ -113,7 +115,7 @@ def describe_idle(workspace: Workspace, pending: PendingDays) -> dict[str, Any]:
     The status is `ok`, not `skipped`, while learned days have changed.
     """
     champion = require_champion(workspace)
-    if not pending.closed:
+    if not pending.closed and not pending.waiting:
         workspace.console.log.info("the champion has learned all days up to %s, the newest closed day", pending.newest)
     return {
         "status": "ok" if pending.changed else "skipped",
@@ -121,6 +123,7 @@ def describe_idle(workspace: Workspace, pending: PendingDays) -> dict[str, Any]:
         "trained_to": f"{champion.trained_to}",
         "days": [],
         "open_days": [f"{day}" for day in pending.open],
+        "waiting_days": [f"{day}" for day in pending.waiting],
         "changed_days": [f"{day}" for day in pending.changed],
     }
 

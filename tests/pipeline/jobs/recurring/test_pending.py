@@ -121,10 +121,23 @@ def test_days_wait_for_their_outcomes_unless_told(workspace: Workspace) -> None:
     write(workspace, 3, 5, 6)
     write(workspace, 4, still_open=True)
     found = find_next_days(workspace)
-    assert (found.closed, found.open) == ((january(3),), (january(4), january(6)))
+    assert (found.closed, found.open, found.waiting) == ((january(3),), (january(4), january(6)), (january(5),))
     assert pin_day(workspace, january(5), force=False).new_days == (january(3), january(5))
     told = Workspace(load(workspace.config, {"split.open_days": True}))
     assert find_next_days(told).closed == (january(3), january(4), january(5))
+    assert find_next_days(told).waiting == ()
+
+
+def test_a_run_says_which_closed_days_wait(workspace: Workspace, caplog: pytest.LogCaptureFixture) -> None:
+    """It said that the champion had learned all closed days."""
+    write(workspace, 1, 2)
+    promote(workspace, 2)
+    write(workspace, 4, 5, 6)
+    write(workspace, 3, still_open=True)
+    result = train_new_days(workspace, scratch=False, force=False)
+    assert (result["status"], result["waiting_days"]) == ("skipped", ["2025-01-04", "2025-01-05"])
+    assert "closed days wait for an open one before them: 2025-01-04, 2025-01-05" in caplog.text
+    assert "has learned all days" not in caplog.text
 
 
 def test_a_day_that_changed_after_it_was_learned_is_new_again(workspace: Workspace) -> None:
