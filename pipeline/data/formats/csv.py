@@ -257,7 +257,7 @@ def count_csv(plain: Path, dialect: Dialect) -> int:
     An empty line is a null if there is one column, and no row otherwise.
     """
     first, several = dialect.names[0], len(dialect.names) > 1
-    if several and (lines := _count_plain_lines(plain)) is not None:
+    if several and (lines := _count_plain_lines(plain, dialect)) is not None:
         return lines - 1
     with plain.open("rb") as stream:
         reader = pa_csv.open_csv(
@@ -269,13 +269,19 @@ def count_csv(plain: Path, dialect: Dialect) -> int:
         return sum(batch.num_rows for batch in reader) - 1
 
 
-def _count_plain_lines(plain: Path) -> int | None:
-    """Counts the lines of a file. None: it has quotes, empty lines, or ends of lines that are not \\n."""
-    lines, last = 0, b"\n"
+def _count_plain_lines(plain: Path, dialect: Dialect) -> int | None:
+    """Counts the lines of a file. None: a parser has to tell.
+
+    It has quotes, empty lines, other ends of lines than \\n, or lines with more or fewer values than the first: DuckDB
+    passes over more of them if they are empty.
+    """
+    lines, marks, last = 0, 0, b"\n"
     with plain.open("rb") as stream:
         while block := stream.read(BLOCK_BYTES):
             ends = np.frombuffer(last + block, np.uint8) == ord("\n")
             if b'"' in block or b"\r" in block or (ends[1:] & ends[:-1]).any():
                 return None
+            marks += np.count_nonzero(np.frombuffer(block, np.uint8) == ord(dialect.delimiter))
             lines, last = lines + int(np.count_nonzero(ends[1:])), block[-1:]
-    return lines + (last != b"\n")
+    lines += last != b"\n"
+    return lines if marks == lines * (len(dialect.names) - 1) else None

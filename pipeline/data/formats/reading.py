@@ -46,6 +46,8 @@ _SCHEMAS = """
         precision, logical_type), ',' ORDER BY place))
     FROM (SELECT *, row_number() OVER () AS place FROM parquet_schema(?)) GROUP BY file_name
 """
+SHOWN_LETTERS = 100
+"""Of a line of CSV, in an error."""
 NANOSECONDS = {"TIMESTAMP_NS": "", "TIMESTAMPTZ_NS": " AT TIME ZONE 'UTC'"}
 """DuckDB's types of times in nanoseconds -> what gives one of microseconds its zone."""
 
@@ -441,7 +443,9 @@ def first_line(error: Exception) -> str:
         return "lines that end in several ways, such as \\r\\n and \\n"
     if "CSV Error" not in lines[0]:
         return lines[0].rstrip(". ")
-    told = itertools.takewhile(lambda line: not line.startswith("Possible "), lines[1:])
-    reason = next((line for line in reversed([*told]) if line), "")  # after the line itself, which may be several
-    line = re.search(r"Line: \d+", lines[0])
-    return f"{'an error' if line is None else line[0].lower().replace(':', '')}: {reason.rstrip('.')}"
+    told = [*itertools.takewhile(lambda line: not line.startswith("Possible "), lines[1:])]
+    reason = next((line for line in reversed(told) if line), "")  # after the line itself, which may be several
+    line, marker = re.search(r"Line: \d+", lines[0]), "Original Line: "
+    text = next((one.removeprefix(marker)[:SHOWN_LETTERS] for one in told if one.startswith(marker)), None)
+    shown = "" if text is None or text == reason else f" in '{text}'"  # the number counts rows: values may have lines
+    return f"{'an error' if line is None else line[0].lower().replace(':', '')}: {reason.rstrip('.')}{shown}"
