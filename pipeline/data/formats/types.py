@@ -25,12 +25,13 @@ FIRST_ROWS = 1_000
 TESTS_AT_ONCE = 150
 """DuckDB's memory for a query grows with the square of its tests."""
 ISO_DATE = r"\d{4}-\d{2}-\d{2}"
-ISO_DAY = f"{ISO_DATE}({_TIME}([Zz]|[+-]00(:?00)?)?)?"
-"""Text with a day: an ISO date or timestamp, without a zone or in UTC. In another zone the day may differ."""
+ISO_DAY = f"{ISO_DATE}({_TIME}([Zz]| UTC|[+-]00(:?00)?)?)?"
+"""Text with a day: an ISO date or timestamp, without a zone or in UTC, which BigQuery spells out. In another zone the
+day may differ."""
 _ISO = {
     "DATE": ISO_DATE,
     "TIMESTAMP": ISO_DATE + _TIME,
-    "TIMESTAMPTZ": rf"{ISO_DATE}{_TIME}([Zz]|[+-]\d{{2}}(:?\d{{2}})?)",
+    "TIMESTAMPTZ": rf"{ISO_DATE}{_TIME}([Zz]| UTC|[+-]\d{{2}}(:?\d{{2}})?)",
 }
 """Type -> its text."""
 _NUMBERS = ("BIGINT", "HUGEINT", "DOUBLE", "Double")

@@ -499,6 +499,17 @@ def test_a_missing_whole_number_may_be_nan_on_a_later_day(ingest: Any, stored: A
     assert pa.array(stored()["user"], from_pandas=True).to_pylist() == [1, 2, 3, None]
 
 
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_times_as_bigquery_exports_them(ingest: Any, stored: Any, tmp_path: Path, form: str) -> None:
+    times = ["2024-01-01 23:59:59.123456 UTC", "2024-01-02 00:00:00 UTC"]
+    frame = pd.DataFrame({"user": [1, 2], "label": [0, 1], "at": times})
+    path = tmp_path / f"rows.{form}"
+    path.write_text(frame.to_csv(index=False) if form == "csv" else frame.to_json(orient="records", lines=True))
+    ingest({"path": path.name, "day_column": "at"}, checks=ANY_LABEL)
+    assert stored()["day"].tolist() == [DAY1, DAY2]
+    assert stored()["at"].tolist() == [pd.Timestamp(time[:-4], tz="UTC") for time in times]
+
+
 def test_days_may_be_written_as_numbers(ingest: Any, stored: Any, put: Any) -> None:
     put("a.parquet", user=[1, 2], date=[20240101, 20240102], label=[0, 1])
     with pytest.raises(DataError, match=re.escape('Set source.date_format="%Y%m%d".')):
