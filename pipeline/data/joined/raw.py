@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.data.formats.files import Stamp, fingerprint, form_of, stamp
+from pipeline.data.formats.files import SourceFile, Stamp, fingerprint, form_of, stamp
 from pipeline.data.joined.known_files import KnownFiles
 from pipeline.data.stored import to_days
 from pipeline.errors import ContractError, DataError
@@ -216,6 +216,11 @@ class RawRows:
             return error
         if is_shortage(error):
             return machine_lacks(self.where, error)
+        from pipeline.data.formats.checksums import find_damage  # imported here: it is for errors alone
+
+        parquet = [one for one in _sources(self.files, self.stamps) if form_of(one, "auto") == "parquet"]
+        if (damage := find_damage(parquet, self.warehouse.config.catalog)) is not None:
+            return damage
         reason = str(error).split("\n")[0].rstrip(".")
         return DataError(self.where, "readable files", reason, "Repair the files.")
 
@@ -267,13 +272,16 @@ def _copy_typed(
     """
     from pipeline.data.formats.reading import copy_typed  # imported here: most sources need no DuckDB
 
-    sources = [
+    folder = ScratchFolder("typed-", place)
+    copies = copy_typed(_sources(files, stamps), Path(folder.name), dict(properties))
+    return folder, dict(zip(files, map(str, copies), strict=True))
+
+
+def _sources(files: Sequence[str], stamps: Sequence[Stamp]) -> list[SourceFile]:
+    return [
         ObjectFile(path, size, modified) if is_address(path) else Path(path)
         for path, (_, size, modified) in zip(files, stamps, strict=True)
     ]
-    folder = ScratchFolder("typed-", place)
-    copies = copy_typed(sources, Path(folder.name), dict(properties))
-    return folder, dict(zip(files, map(str, copies), strict=True))
 
 
 def _day(value: Any) -> Any:

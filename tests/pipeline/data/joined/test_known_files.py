@@ -99,6 +99,21 @@ def test_without_its_memory_a_source_is_the_same(damage: str, tmp_path: Path, mo
     assert len(set(again.files)) == 6
 
 
+@pytest.mark.parametrize("damaged_before", [True, False])
+def test_the_damaged_one_of_several_files_is_named(
+    damaged_before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether its footer is gone when the files are looked at, or a page when rows are read."""
+    for number in range(3):
+        write(tmp_path / "files", number, tuple(range(200)))
+    path = tmp_path / "files" / "001.parquet"
+    content = path.read_bytes()
+    path.write_bytes(content[:-9] if damaged_before else content[:30] + bytes(300) + content[330:])
+    told = "file '001.parquet'" if damaged_before else "column 'user' of '001.parquet'"
+    with pytest.raises(DataError, match=rf"^{told}: expected Parquet that can be read, got .*Fetch or write the file"):
+        Opened(tmp_path, monkeypatch).users(7)
+
+
 def test_text_and_files_of_several_types_have_the_days_of_their_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
