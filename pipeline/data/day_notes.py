@@ -53,6 +53,8 @@ class DayNote(BaseModel, frozen=True):
     """Feature sources whose columns the ingest was to materialize in the day."""
     sources: Mapping[str, str] = {}
     """Feature source -> its state when the day was written, as `note_state`."""
+    unfit: tuple[str, ...] = ()
+    """Columns that nothing read when the day was written, with values that the table cannot have: they are null."""
 
 
 def day_notes(

@@ -2,7 +2,8 @@
 
 import datetime
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -306,6 +307,29 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
         return [] if self.outcomes is None else self.outcomes.columns(label)
 
 
+def names_in(value: object, without: Collection[str] = ()) -> Iterator[str]:
+    """Yields all texts in the values of a config, and the words in them: they may name columns.
+
+    Args:
+        without: Keys to pass over, at any depth.
+    Example:
+        >>> sorted({*names_in(EventTable(path="a.csv", key="user", time="at", columns=["p*"]), {"path"})} - {"auto"})
+        ['at', 'p', 'p*', 'user']
+    """
+    if isinstance(value, str):
+        yield from (value, *re.findall(r"[A-Za-z_]\w*", value))
+    elif isinstance(value, BaseModel):
+        for key in type(value).model_fields.keys() - without:
+            yield from names_in(getattr(value, key), without)
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from names_in(key)
+            yield from names_in(one, without)
+    elif isinstance(value, Iterable):
+        for one in value:
+            yield from names_in(one, without)
+
+
 class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Rules that a day must keep before it is written. Each rule is set to fail, quarantine, warn or off.
 
@@ -331,8 +355,8 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """A column has values for the first time, or is new."""
     changed_type: Verdict = "fail"
     """A column has values that its type in the table cannot hold, such as text or fractions among ids. Days with such
-    values are held back or end the ingest: warn and off do not admit them. In a column that neither `features` nor
-    `source` names, or that `skip` does, they are null, with a warning."""
+    values are held back or end the ingest: warn and off do not admit them. In a column that nothing in the config
+    names, or that `skip` does, they are null, with a warning."""
     coverage: Verdict = "warn"
     """The share of rows in which a column has a value."""
     length: Verdict = "warn"

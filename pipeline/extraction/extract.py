@@ -61,7 +61,6 @@ from pipeline.extraction.samples import (
     count_repeated,
     count_rows,
     find_misfits,
-    is_named,
     maps_of,
     name_type,
     number_columns,
@@ -270,6 +269,7 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     days = list_days(ingest.inventory, context, ingest.reader.files, ingest.config.order_by)
     snapshot = _current(context)
     noted_days = {} if snapshot is None else day_notes(context.warehouse, snapshot)
+    _warn_of_unfit(ingest, noted_days)
     stored, theirs, there = context.warehouse.state_of_days(context.table)
     first = first_kept({*stored, *(day.day for day in days)}, context.events)
     wanted = [day for day in select_days(days, context.only, context.place("path")) if day.day >= first]
@@ -287,7 +287,10 @@ def _plan_days(ingest: _Ingest) -> _Plan:
     rules = ingest.config.checks.model_dump(mode="json")
     left = [day for day in wanted if day.identity not in (written.get(day.day), same.get(day.day))]
     fillable = {day.day: sorted(materialization.columns_of(day.day)) for day in left}
-    held_identities = {day.day: fingerprint([day.identity, rules, fillable[day.day]])[:16] for day in left}
+    read = (
+        sorted(name for name in stored_types(context.warehouse, context.table) if context.reads(name)) if left else []
+    )
+    held_identities = {day.day: fingerprint([day.identity, rules, fillable[day.day], read])[:16] for day in left}
     held_back = [day for day in left if held.get(day.day) == held_identities[day.day]]
     noted = {
         "refill": tuple(name_of(one) for one in joined if one.stored or one in materialization.columns),
@@ -312,6 +315,20 @@ def _plan_days(ingest: _Ingest) -> _Plan:
         notes=noted_days,
         elsewhere=0 if context.only else sum(day >= first for day in {*there} - {day.day for day in days}),
     )
+
+
+def _warn_of_unfit(ingest: _Ingest, notes: Mapping[datetime.date, DayNote]) -> None:
+    """Warns of columns that something reads now, and that lack values of days when nothing did."""
+    lacking: dict[str, list[datetime.date]] = {}
+    for day, note in notes.items():
+        for column in note.unfit:
+            lacking.setdefault(column, []).append(day)
+    for column, days in lacking.items():
+        if ingest.context.reads(column) and not ingest.config.checks.skips(column):
+            ingest.warn(
+                f"column '{column}' is null in {len(days)} days where its values do not fit, the first is {min(days)}:"
+                " nothing read it when they were written"
+            )
 
 
 def _current(context: SourceContext) -> SnapshotRef | None:
@@ -451,7 +468,7 @@ def _write_groups(
                 broken = [day for day in group if day.day in checked.held_back]
                 _hold_back(ingest, part, broken)
                 held += [f"{day.day}" for day in broken]
-                passed = [day for day in group if day not in broken]
+                passed = [_note_unfit(day, checked) for day in group if day not in broken]
                 _warn_of_overwritten(ingest, [day.day for day in passed if day.day in plan.theirs])
                 if passed:
                     _write_group(ingest, part, passed, profiled, staged)
@@ -461,6 +478,15 @@ def _write_groups(
         if results and not shown:
             on_checked(CheckResult.of(results))
     return CheckResult.of(results)
+
+
+def _note_unfit(day: SourceDay, checked: CheckResult) -> SourceDay:
+    """Notes which columns of a day are null where their values do not fit."""
+    unfit = [
+        one.column for one in checked.findings
+        if (one.day, one.rule, one.outcome) == (day.day, "changed_type", "warn") and one.column is not None
+    ]  # fmt: skip
+    return replace(day, note=day.note.model_copy(update={"unfit": tuple(unfit)})) if unfit else day
 
 
 @contextmanager
@@ -535,15 +561,14 @@ def _check_days(
 def _find_misfits(ingest: _Ingest, rows: OpenSource, due: Sequence[SourceDay]) -> list[CheckFinding]:
     """Returns values that would change in the table, as a rule that their days break.
 
-    No verdict can admit them, but where nothing reads the column or `skip` names it: there they are null.
+    No verdict can admit them, but where nothing may read the column or `skip` names it: there they are null.
     """
     context, checks = ingest.context, ingest.config.checks
     stored = stored_types(context.warehouse, context.table)
     strict: Verdict = "quarantine" if checks.outcome("changed_type") == "quarantine" else "fail"
     found = []
     for one in find_misfits(rows.connection, rows.view, f"{GOOD} AND {rows_of_days(rows, due)}"):
-        read = context.events is not None or is_named(one.column, context.schema, context.source)
-        admitted = not read or checks.skips(one.column)
+        admitted = not context.reads(one.column) or checks.skips(one.column)
         example = f"others in {one.rows:,} rows, such as '{one.value}' in '{Path(rows.names[one.file]).name}'"
         found.append(
             CheckFinding(

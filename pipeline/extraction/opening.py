@@ -1,13 +1,14 @@
 """Opens a source: finds or generates its files, and makes their rows one view of labelled samples."""
 
 import datetime
+import fnmatch
 import hashlib
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +18,11 @@ import duckdb
 import pyarrow as pa
 
 from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values, form_of
-from pipeline.data.formats.reading import Decoder, ReadableFile, damage_behind, first_line, readable_names
+from pipeline.data.formats.reading import Decoder, ReadableFile, damage_behind, explained, first_line, readable_names
 from pipeline.data.formats.sample import choose_sample
 from pipeline.data.formats.types import FILE, ISO_DATE, ROW
 from pipeline.errors import ConfigError, DataError
-from pipeline.extraction.config import REPEAT_DAYS, EventTable, LabelColumns, SideTable, SourceConfig
+from pipeline.extraction.config import REPEAT_DAYS, EventTable, LabelColumns, SideTable, SourceConfig, names_in
 from pipeline.extraction.generator.logs import write_logs
 from pipeline.extraction.join import KEY, LEFT_OUT, OUTCOMES, REASON, SHOWN, Join
 from pipeline.extraction.samples import (
@@ -34,6 +35,8 @@ from pipeline.extraction.samples import (
 from pipeline.extraction.sources import create_view, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list, is_text
+from storage.errors import is_shortage, machine_lacks
+from storage.keys import is_key
 from storage.names import Format
 from storage.objects import ObjectFile, store_failure
 from storage.query import column_types, connect
@@ -74,6 +77,8 @@ class SourceContext:
     """Set if the rows are events of a log. They have no label."""
     repeat_days: int = REPEAT_DAYS
     """`ingest.repeat_days`."""
+    roles: frozenset[str] = frozenset()
+    """Names and patterns in other sections of the config, which may be of columns."""
 
     @property
     def label(self) -> str | None:
@@ -92,6 +97,22 @@ class SourceContext:
         found = {one.as_of for one in (*source.lookups, *sources)}
         found |= {source.outcomes.feature_time if source.outcomes else None, events.time if events else None}
         return {name for name in found if name is not None}
+
+    def reads(self, column: str) -> bool:
+        """Tells whether anything in the config may read a column. Of events, and before features are declared: yes."""
+        if self.events is not None or isinstance(self.schema, LabelColumns):
+            return True
+        named = [*self.schema.named_columns(), *names_in(self.schema)]
+        return self._is_among(column, named) or self.has_role(column)
+
+    def has_role(self, column: str) -> bool:
+        """Tells whether something may read a column for another purpose than `features.dense` or derived features."""
+        named = {*names_in(self.schema, {"dense", "derived"}), *names_in(self.source, {"rename"}), *self.roles}
+        return self._is_among(column, named)
+
+    @staticmethod
+    def _is_among(column: str, named: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(column, text) or is_key(text, [column]) for text in named)
 
     @property
     def repeat_seconds(self) -> int:
@@ -152,6 +173,8 @@ class RawSource:
     """File -> the file that its rows are read from."""
     notes: Sequence[str]
     """What to warn of."""
+    guessed: Collection[str]
+    """Columns whose types are what values of text say."""
 
 
 @dataclass(frozen=True)
@@ -273,15 +296,25 @@ class SourceReader:
         with _connection(list(read.values()), context) as connection:
             stored = stored_types(context.warehouse, context.table)
             times = [source.day_column or "", *([source.outcomes.feature_time] if source.outcomes else [])]
-            hidden = create_view(
-                connection, SOURCE, [read[file] for file in files.rows], context.place("path"), self.numbered, times,
-                source.date_format or (), source.day_unit, source.rename,
-                {name: kind.removesuffix("[]") for name, kind in stored.items()}, context.clocks, self.known.rows,
-            )  # fmt: skip
-            tables = [(one, [read[file] for file in paths]) for one, paths in files.lookups.items()]
-            view, notes = join_side_tables(connection, SOURCE, tables, source.rename) if tables else (SOURCE, [])
+            rows = [read[file] for file in files.rows]
+            with self._explained(read):
+                hidden = create_view(
+                    connection, SOURCE, rows, context.place("path"), self.numbered, times,
+                    source.date_format or (), source.day_unit, source.rename,
+                    {name: kind.removesuffix("[]") for name, kind in stored.items()}, context.clocks, self.known.rows,
+                )  # fmt: skip
+                tables = [(one, [read[file] for file in paths]) for one, paths in files.lookups.items()]
+                view, notes = join_side_tables(connection, SOURCE, tables, source.rename) if tables else (SOURCE, [])
             notes += self._describe_unread(files, column_types(connection, view), hidden)
-            yield RawSource(connection, view, files, read, notes)
+            views = {SOURCE: files.rows, **{f"lookup_{i}": paths for i, paths in enumerate(files.lookups.values())}}
+            texts = [name for name, of in views.items() if any(read[file].form in ("csv", "json") for file in of)]
+            guessed = {name for one in texts for name in column_types(connection, one)}
+            yield RawSource(connection, view, files, read, notes, guessed)
+
+    def _explained(self, read: Mapping[SourceFile, ReadableFile]) -> AbstractContextManager[None]:
+        """Turns errors of DuckDB and Arrow about files into ours."""
+        catalog = self.context.warehouse.config.catalog
+        return explained("files of the source", "Correct the files.", [*read.values()], catalog)
 
     def _describe_unread(self, files: SourceFiles, types: Mapping[str, str], hidden: Sequence[str]) -> Iterator[str]:
         """Yields what of the files, or of the config, rows do not have.
@@ -315,10 +348,11 @@ class SourceReader:
             join, columns = None, [column for _, column in unmatched]
             if source.outcomes is not None:
                 logged = [raw.read[file] for file in files.outcomes]
-                join = Join(
-                    connection, view, source.outcomes, logged, context.schema.label, source.date_format or (),
-                    source.day_unit, self.known.outcomes,
-                )  # fmt: skip
+                with self._explained(raw.read):
+                    join = Join(
+                        connection, view, source.outcomes, logged, context.schema.label, source.date_format or (),
+                        source.day_unit, self.known.outcomes,
+                    )  # fmt: skip
                 join.whole = len(files.outcomes) == len(self.files.outcomes)
                 join.mark_repeated(context.repeat_seconds)
                 view, columns = join.view, [*columns, KEY, SHOWN, REASON, LEFT_OUT]
@@ -326,7 +360,7 @@ class SourceReader:
             if context.events is None:
                 made = context.outcome_columns
                 left = unstorable_columns(connection, view, context.schema, made)
-                guessed = any(raw.read[file].form in ("csv", "json") for file in files.rows)
+                guessed = [name for name in raw.guessed if not context.has_role(name)]
                 samples = add_types(connection, view, context.schema, source, columns, made, stored, guessed)
             else:
                 left = unstorable_event_columns(connection, view, context.events)
@@ -387,6 +421,8 @@ def _connection(files: Sequence[ReadableFile], context: SourceContext) -> Iterat
         except (duckdb.Error, UnicodeDecodeError) as error:
             if (lost := store_failure(error)) is not None:
                 raise lost from error
+            if is_shortage(error):
+                raise machine_lacks("rows of the source", error) from error
             if (damage := damage_behind(error, files, warehouse.config.catalog)) is not None:
                 raise damage from error
             if isinstance(error, duckdb.OutOfMemoryException):

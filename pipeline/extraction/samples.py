@@ -4,10 +4,10 @@ import datetime
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import duckdb
 
@@ -60,7 +60,7 @@ def add_types(
     matched: Sequence[str],
     made: Sequence[str],
     stored: Mapping[str, str] = MappingProxyType({}),
-    guessed: bool = False,
+    guessed: Collection[str] = (),
 ) -> str:
     """Creates a view of the rows as stored, with day, label and the reason why a row is refused. Returns its name.
 
@@ -68,8 +68,8 @@ def add_types(
         matched: Further columns to keep: matches in side tables, and what the log join says of the row.
         made: Columns computed from outcomes; they are no features.
         stored: Column of the table -> DuckDB's type of it.
-        guessed: Whether values of text say which types columns have. Then whole numbers that features read as numbers
-            alone, such as prices of a quiet day, are stored as floats: another day has fractions.
+        guessed: Columns whose types are what values of text say. Whole numbers that features read as numbers, such as
+            prices of a quiet day, are stored as floats there: another day has fractions.
     Raises:
         ConfigError: If the configuration names a column that the rows lack.
         DataError: If a column has a type that cannot be stored, or a row has no day.
@@ -96,7 +96,7 @@ def add_types(
         weight if weight is not None and types[weight] == "VARCHAR" else None
     )  # text that is not a number is refused
     numbers = [*dense, *([] if loose is None else [loose])]
-    items = {name: types[name].removesuffix("[]") for name in dense if guessed and name not in read.ids}
+    items = {name: types[name].removesuffix("[]") for name in dense if name in guessed and name not in read.ids}
     floats = {name: f"DOUBLE{types[name][len(item) :]}" for name, item in items.items() if _is_whole(item)}
     typed = _type_columns(connection, view, {name: types[name] for name in kept}, floats | {**stored}, numbers)
     date = _day(day, types[day], source.day_unit) if isinstance(day, str) else f"DATE '{day}'"
@@ -338,29 +338,6 @@ def number_columns(
     return {schema.label, *made, *read_columns(schema, names, made, maps).numbers}
 
 
-def is_named(name: str, schema: FeatureSchema | LabelColumns, source: SourceConfig) -> bool:
-    """Returns whether features or the source may read a column: whether any of their values names it.
-
-    Before features are declared, all columns are as important.
-    """
-    if isinstance(schema, LabelColumns):
-        return True
-    texts = {text for one in (schema, source) for text in _texts_in(one.model_dump(mode="json", exclude={"rename"}))}
-    return any(fnmatch.fnmatchcase(name, text) or is_key(text, [name]) for text in texts)
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    """Yields the texts anywhere in a value of JSON, keys of maps among them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from (key, *_texts_in(one))
-    elif isinstance(value, list):
-        for one in value:
-            yield from _texts_in(one)
-
-
 class ReadColumns(NamedTuple):
     """Columns that features read, without keys of maps."""
 
@@ -508,8 +485,8 @@ def find_misfits(connection: duckdb.DuckDBPyConnection, view: str, condition: st
         return []
     query = (
         f"SELECT {DAY}, one.column, count(*), min(one.value), min(__file)"
-        f" FROM (SELECT {DAY}, __file, unnest({MISFITS}) AS one FROM {view} WHERE {condition})"
-        f" WHERE one IS NOT NULL GROUP BY ALL ORDER BY ALL"
+        f" FROM (SELECT {DAY}, __file, unnest(list_filter({MISFITS}, lambda one: one IS NOT NULL)) AS one"
+        f" FROM {view} WHERE {condition}) GROUP BY ALL ORDER BY ALL"
     )
     return [Misfit(*row) for row in connection.sql(query).fetchall()]
 

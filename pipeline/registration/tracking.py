@@ -294,7 +294,9 @@ class Tracker:
             try:
                 return Path(self.client.download_artifacts(run_id, path, str(folder))).read_text(encoding="utf-8")
             except (MlflowException, OSError):
-                require_folder(f"MLflow run '{run_id}'", self.client.get_run(run_id).info.artifact_uri)
+                run = self.client.get_run(run_id).info
+                if run.status == "FINISHED":  # another may have logged no file yet
+                    require_folder(f"MLflow run '{run_id}'", run.artifact_uri)
                 raise
 
     def find_run(self, run_id: str) -> Run | None:

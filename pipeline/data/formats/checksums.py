@@ -7,7 +7,8 @@ import pyarrow.parquet as pq
 from isal.isal_zlib import crc32
 
 from pipeline.data.formats.files import SourceFile, address_of
-from pipeline.errors import DataError
+from pipeline.errors import ContractError, DataError
+from storage.errors import is_shortage, machine_lacks
 from storage.objects import open_file, store_failure
 from storage.pages.headers import read_pages
 
@@ -46,22 +47,25 @@ def _verify(file: SourceFile, opened: pa.NativeFile, chunk: pq.ColumnChunkMetaDa
     return True
 
 
-def find_damage(files: Sequence[SourceFile], properties: Mapping[str, str]) -> DataError | None:
+def find_damage(
+    files: Sequence[SourceFile], properties: Mapping[str, str], values: bool = True
+) -> ContractError | None:
     """Returns what is wrong with the first of some Parquet files that cannot be read. None: all can be read.
 
     It reads the footers of all files first. It is slow, and meant for when a read has failed without naming the file.
 
     Args:
         properties: Access to object stores: `warehouse.catalog`.
+        values: Whether to read the values, too.
     """
-    for step in (_find_bad_footer, _find_bad_values):
+    for step in (_find_bad_footer, _find_bad_values) if values else (_find_bad_footer,):
         for file in files:
             if (found := step(file, properties)) is not None:
                 return found
     return None
 
 
-def _find_bad_footer(file: SourceFile, properties: Mapping[str, str]) -> DataError | None:
+def _find_bad_footer(file: SourceFile, properties: Mapping[str, str]) -> ContractError | None:
     try:
         with open_file(address_of(file), properties) as opened:
             _ = pq.read_metadata(opened).schema.names  # decodes them
@@ -69,29 +73,32 @@ def _find_bad_footer(file: SourceFile, properties: Mapping[str, str]) -> DataErr
         where = f"names of columns of '{file.name}'"
         return DataError(where, "text in UTF-8", "other bytes", "Write the file again.")
     except (pa.ArrowException, OSError) as error:
-        return _unreadable(f"file '{file.name}'", error, ", or set source.format if it has another one")
+        remedy = "Fetch or write the file again; one of another format needs its ending."
+        return _unreadable(f"file '{file.name}'", error, remedy)
     return None
 
 
-def _find_bad_values(file: SourceFile, properties: Mapping[str, str]) -> DataError | None:
-    with open_file(address_of(file), properties) as opened, pq.ParquetFile(opened) as parquet:
-        for group in range(parquet.metadata.num_row_groups):
-            for name in dict.fromkeys(parquet.schema_arrow.names):
-                where = f"column '{name}' of '{file.name}'"
-                try:
+def _find_bad_values(file: SourceFile, properties: Mapping[str, str]) -> ContractError | None:
+    where = f"file '{file.name}'"
+    try:
+        with open_file(address_of(file), properties) as opened, pq.ParquetFile(opened) as parquet:
+            for group in range(parquet.metadata.num_row_groups):
+                for name in dict.fromkeys(parquet.schema_arrow.names):
+                    where = f"column '{name}' of '{file.name}'"
                     column = parquet.read_row_group(group, [name])
-                except (pa.ArrowException, OSError) as error:
-                    return _unreadable(where, error)
-                try:
-                    column.validate(full=True)
-                except pa.ArrowInvalid:
-                    return DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.")
+                    try:
+                        column.validate(full=True)
+                    except pa.ArrowInvalid:
+                        return DataError(where, "text in UTF-8", "other bytes", "Write the file again in UTF-8.")
+    except (pa.ArrowException, OSError, MemoryError) as error:
+        return _unreadable(where, error, "Fetch or write the file again.")
     return None
 
 
-def _unreadable(where: str, error: Exception, more: str = "") -> DataError:
-    """Returns an error about bytes that are no Parquet. A store that does not answer is another one."""
+def _unreadable(where: str, error: Exception, remedy: str) -> ContractError:
+    """Returns an error about bytes that are no Parquet, or about the store or machine that does not give them."""
     if (lost := store_failure(error)) is not None:
-        raise lost from error
-    reason = f"{error}".partition("\n")[0].rstrip(". ")
-    return DataError(where, "Parquet that can be read", reason, f"Fetch or write the file again{more}.")
+        return lost
+    if is_shortage(error):
+        return machine_lacks(where, error)
+    return DataError(where, "Parquet that can be read", f"{error}".partition("\n")[0].rstrip(". "), remedy)

@@ -281,7 +281,7 @@ def _count_plain_lines(plain: Path, dialect: Dialect) -> int | None:
             ends = np.frombuffer(last + block, np.uint8) == ord("\n")
             if b'"' in block or b"\r" in block or (ends[1:] & ends[:-1]).any():
                 return None
-            marks += np.count_nonzero(np.frombuffer(block, np.uint8) == ord(dialect.delimiter))
+            marks += int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord(dialect.delimiter)))
             lines, last = lines + int(np.count_nonzero(ends[1:])), block[-1:]
-    lines += last != b"\n"
+    lines += int(last != b"\n")
     return lines if marks == lines * (len(dialect.names) - 1) else None

@@ -34,7 +34,7 @@ from pipeline.data.formats.files import SourceFile, address_of, form_of
 from pipeline.data.formats.json import copy_json, count_lines, without_mark
 from pipeline.data.formats.sample import Part, copy_groups
 from pipeline.data.formats.types import FILE, ROW, common_types, type_text
-from pipeline.errors import DataError
+from pipeline.errors import ContractError, DataError
 from storage.errors import is_shortage, machine_lacks
 from storage.names import Format
 from storage.objects import ObjectFile, open_file, store_failure
@@ -48,6 +48,13 @@ _SCHEMAS = """
 """
 SHOWN_LETTERS = 100
 """Of a line of CSV, in an error."""
+OF_DAMAGE = (duckdb.Error, pa.ArrowException, OSError, UnicodeDecodeError)
+NOT_OF_DAMAGE = (
+    duckdb.OutOfMemoryException, duckdb.ConversionException, duckdb.BinderException, duckdb.ParserException,
+    duckdb.OutOfRangeException, duckdb.CatalogException,
+)  # fmt: skip
+OWN = "Invalid Input Error: column '"
+"""In the text of errors that our own SQL raises."""
 NANOSECONDS = {"TIMESTAMP_NS": "", "TIMESTAMPTZ_NS": " AT TIME ZONE 'UTC'"}
 """DuckDB's types of times in nanoseconds -> what gives one of microseconds its zone."""
 
@@ -292,22 +299,23 @@ def explained(
     except (duckdb.Error, pa.ArrowException, OSError, RuntimeError, UnicodeDecodeError) as error:
         if (lost := store_failure(error)) is not None:
             raise lost from error
-        if (damage := damage_behind(error, files, properties)) is not None:
-            raise damage from error
         if isinstance(error, duckdb.OutOfMemoryException):
             remedy = "Raise ingest.memory_bytes, or read fewer files at once."
             raise DataError(where, "rows that fit into DuckDB's memory", first_line(error), remedy) from error
         if is_shortage(error):
             raise machine_lacks(where, error) from error
+        if (damage := damage_behind(error, files, properties)) is not None:
+            raise damage from error
         unicode = isinstance(error, UnicodeDecodeError) or ("Invalid unicode" in f"{error}" and "CSV" not in f"{error}")
         reason = "text that is not UTF-8" if unicode else first_line(error)
         raise DataError(where, "readable values", reason, remedy) from error
 
 
-def damage_behind(error: Exception, files: Sequence[ReadableFile], properties: Mapping[str, str]) -> DataError | None:
-    """Returns what an error about rows does not say: which Parquet file is damaged. None: it is not about that."""
-    unread = isinstance(error, duckdb.Error | UnicodeDecodeError)
-    if not unread or isinstance(error, duckdb.OutOfMemoryException | duckdb.ConversionException):
+def damage_behind(
+    error: Exception, files: Sequence[ReadableFile], properties: Mapping[str, str]
+) -> ContractError | None:
+    """Returns what an error about rows may not say: which Parquet file is damaged. None: it is about something else."""
+    if not isinstance(error, OF_DAMAGE) or isinstance(error, NOT_OF_DAMAGE) or OWN in f"{error}":
         return None
     return find_damage([one.file for one in files if one.form == "parquet"], properties)
 

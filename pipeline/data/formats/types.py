@@ -93,10 +93,10 @@ def type_text(
 
 
 def _candidates(numbers: bool, stored: str | None) -> list[str]:
-    if not numbers:
-        return [*_ISO]
     if stored == "VARCHAR":
         return []
+    if not numbers:
+        return [*_ISO]
     if stored == "BOOLEAN":
         return ["BOOLEAN", *_NUMBERS, *_ISO]
     return [*(["double"] if stored in _EXACT else []), *_NUMBERS, *_ISO]

@@ -72,7 +72,7 @@ class RawRows:
                 schemas = [self._schema_of(path) for path in self.read.values()]
             return pa.unify_schemas(schemas, promote_options="permissive")
         except (OSError, pa.ArrowException) as error:
-            raise self._unreadable(error) from error
+            raise self._unreadable(error, self.files, values=False) from error
 
     def _known_schemas(self) -> list[pa.Schema]:
         """Opens the files that are not known."""
@@ -184,7 +184,7 @@ class RawRows:
                 ]
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema)
         except (OSError, pa.ArrowException) as error:
-            raise self._unreadable(error) from error
+            raise self._unreadable(error, [path]) from error
 
     def _parquet(self, path: str, schema: pa.Schema, day: datetime.date | None) -> Iterator[pa.RecordBatch]:
         with self._open(path) as opened, _parquet_file(opened) as file:
@@ -211,15 +211,17 @@ class RawRows:
         assert self.day_column is not None
         return to_days(f"{self.where}, day_column", batch.column(self.day_column))
 
-    def _unreadable(self, error: Exception) -> ContractError:
+    def _unreadable(self, error: Exception, files: Sequence[str], values: bool = True) -> ContractError:
+        """Returns an error about one of some files: of its footer, or of its values, too."""
         if isinstance(error, ContractError):
             return error
         if is_shortage(error):
             return machine_lacks(self.where, error)
         from pipeline.data.formats.checksums import find_damage  # imported here: it is for errors alone
 
-        parquet = [one for one in _sources(self.files, self.stamps) if form_of(one, "auto") == "parquet"]
-        if (damage := find_damage(parquet, self.warehouse.config.catalog)) is not None:
+        given = dict(zip(self.files, _sources(self.files, self.stamps), strict=True))
+        parquet = [given[path] for path in files if form_of(given[path], "auto") == "parquet"]
+        if (damage := find_damage(parquet, self.warehouse.config.catalog, values)) is not None:
             return damage
         reason = str(error).split("\n")[0].rstrip(".")
         return DataError(self.where, "readable files", reason, "Repair the files.")

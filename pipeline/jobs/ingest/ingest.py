@@ -10,7 +10,7 @@ from pipeline.config.files import ROOT
 from pipeline.data.joined.source import pin_sources
 from pipeline.errors import DataError, keep_if_failed
 from pipeline.extraction.adopt import adopt
-from pipeline.extraction.config import LabelColumns
+from pipeline.extraction.config import LabelColumns, names_in
 from pipeline.extraction.days import FileAccount
 from pipeline.extraction.enrich import EnrichResult
 from pipeline.extraction.enrich import enrich as write_columns
@@ -73,9 +73,10 @@ def _say_source(workspace: Workspace, context: SourceContext) -> None:
 def make_source_context(workspace: Workspace) -> SourceContext:
     """Returns the run's source with all that reading it needs."""
     config, logs = workspace.config, workspace.home / "logs"
+    roles = frozenset(names_in(config, {"features", "source", "events", "skip"}))
     return SourceContext(
         config.source, config.features, workspace.warehouse, config.name, ROOT, logs,
-        memory_bytes=config.ingest.memory_bytes, repeat_days=config.ingest.repeat_days,
+        memory_bytes=config.ingest.memory_bytes, repeat_days=config.ingest.repeat_days, roles=roles,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.extraction.checks import CheckResult
-from pipeline.extraction.config import IngestConfig, SourceConfig
+from pipeline.extraction.config import IngestConfig, SourceConfig, names_in
 from pipeline.extraction.extract import IngestResult, extract
 from pipeline.extraction.opening import SourceContext
 from pipeline.transforms.schema import FeatureSchema
@@ -49,7 +49,10 @@ def ingest(tmp_path: Path, warehouse: Warehouse) -> Ingest:
         settings = SourceConfig.model_validate(source)
         config.setdefault("other_sources", True)  # most tests are of one table and several files
         wanted, logs = IngestConfig(**config), tmp_path / "logs"
-        context = SourceContext(settings, schema, into, "events", tmp_path, logs, memory_bytes=wanted.memory_bytes)
+        roles = frozenset(names_in(wanted, {"skip"}))
+        context = SourceContext(
+            settings, schema, into, "events", tmp_path, logs, memory_bytes=wanted.memory_bytes, roles=roles
+        )
         return extract(context, wanted, only, force, on_checked=on_checked, warn=warn)
 
     return run

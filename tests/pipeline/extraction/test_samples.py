@@ -13,6 +13,9 @@ import pyarrow as pa
 import pytest
 
 from pipeline.errors import ConfigError, ContractError, DataError
+from pipeline.extraction.config import SourceConfig, names_in
+from pipeline.extraction.opening import SourceContext
+from pipeline.transforms.schema import FeatureSchema
 from storage.warehouse import Warehouse
 from tests.homes import read_rows
 
@@ -152,7 +155,7 @@ def test_unsigned_ids_keep_their_bits(ingest: Any, stored: Any, put: Any) -> Non
     ingest(FIXED, sparse=["user", "tags"])
     frame = stored()
     assert frame["user"].tolist() == values.view(np.int64).tolist()
-    expected = [[int(v), 7] for v in values[:4].view(np.int64)] + [[], None]
+    expected: list[list[int] | None] = [*([int(v), 7] for v in values[:4].view(np.int64)), [], None]
     assert [None if tags is None else list(tags) for tags in frame["tags"]] == expected
 
 
@@ -472,6 +475,66 @@ def test_a_column_that_nothing_reads_holds_no_day_back(ingest: Any, stored: Any,
         ContractError, match=r"column 'id': expected whole numbers, .*, got others in 1 rows, such as 'c'"
     ):
         ingest(BY_DAY, read, checks=checks)  # both do not fit in one row, and one of them matters
+
+
+def test_a_column_that_is_read_later_lacks_values_with_a_warning(ingest: Any, put: Any) -> None:
+    rows: dict[str, Any] = {"user": [1, 2], "label": [0, 1]}
+    put("1.parquet", x=[1, 2], date=[DAY1] * 2, **rows)
+    ingest(BY_DAY)
+    put("2.parquet", x=["a", "5"], date=[DAY2] * 2, **rows)
+    said: list[str] = []
+    ingest(BY_DAY, warn=said.append)
+    ingest(BY_DAY, ["user", "x"], warn=said.append)
+    (told,) = said
+    assert told.startswith("column 'x' is null in 1 days where its values do not fit, the first is 2024-01-02: ")
+
+
+def test_a_day_held_for_a_value_is_written_once_nothing_reads_it(ingest: Any, put: Any) -> None:
+    rows: dict[str, Any] = {"user": [1, 2], "label": [0, 1]}
+    put("1.parquet", x=[1, 2], date=[DAY1] * 2, **rows)
+    hold = {"changed_type": "quarantine"}
+    ingest(BY_DAY, ["user", "x"], checks=hold)
+    put("2.parquet", x=["a", "5"], date=[DAY2] * 2, **rows)
+    assert ingest(BY_DAY, ["user", "x"], checks=hold).days_held == (DAY2,)
+    assert ingest(BY_DAY, ["user", "x"], checks=hold).days_held == (DAY2,)
+    assert ingest(BY_DAY, ["user"], checks=hold).days_written == (DAY2,)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"order_by": ["x"]}, {"checks": {"key": ["x"]}}, {"filter": "x > 1"}, {"weights": "{column}_x"}]
+)
+def test_a_column_of_any_role_is_read(keys: dict[str, Any], tmp_path: Path, warehouse: Warehouse) -> None:
+    """Keys of other sections than features name columns, too, also within SQL; and so do the weights of ids."""
+    groups: list[dict[str, Any]] = [{"columns": ["user"], "transforms": [{"kind": "sigrid_hash", "size": 9}]}]
+    name = "user_x" if "weights" in keys else "x"
+    groups[0] |= {"weights": keys["weights"]} if "weights" in keys else {}
+    schema = FeatureSchema.model_validate({"sparse": groups, "dense": [{"columns": ["price"]}]})
+    roles = frozenset(names_in(keys))
+    source = SourceConfig(path="*.csv", day_column="date", rename={"old": "new"})
+    context = SourceContext(source, schema, warehouse, "t", tmp_path, tmp_path, roles=roles)
+    assert context.reads(name)
+    assert context.has_role(name) == ("weights" not in keys)
+    assert [context.reads(one) for one in ("user", "date", "price", "old", "other")] == [True, True, True, False, False]
+    assert not context.has_role("price")
+
+
+def test_text_that_a_table_has_stays_as_it_is_written(ingest: Any, stored: Any, tmp_path: Path) -> None:
+    """Also where all values of a later day are times."""
+    for day, word in ((1, "soon"), (2, "2024-01-02 00:00:00 UTC")):
+        row = {"user": 1, "label": day % 2, "date": f"2024-01-0{day}", "word": word}
+        (tmp_path / f"{day}.jsonl").write_text(json.dumps(row))
+        ingest({"path": "*.jsonl", "day_column": "date"}, checks=ANY_LABEL)
+    assert stored()["word"].tolist() == ["soon", "2024-01-02 00:00:00 UTC"]
+
+
+def test_types_of_side_tables_are_guessed_by_their_own_format(
+    ingest: Any, stored: Any, put: Any, tmp_path: Path
+) -> None:
+    put("rows.parquet", user=[1, 2], label=[0, 1], count=[3, 4])
+    (tmp_path / "side.csv").write_text("user,price\n1,10\n2,20\n")
+    side = {"path": "side.csv", "on": ["user"]}
+    ingest({"path": "rows.parquet", "day": "2024-01-01", "lookups": [side]}, dense=["price", "count"])
+    assert {name: f"{stored()[name].dtype}" for name in ("price", "count")} == {"price": "float64", "count": "int64"}
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl"])

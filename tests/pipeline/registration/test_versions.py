@@ -123,7 +123,10 @@ def test_files_of_a_moved_home_are_told_by_their_old_folder(registry, packed, tm
     """They would be damaged ones, and MLflow would say that it failed to download."""
     tracker, version = registry({FILES: json.dumps(hash_files(packed))})
     run_id = tracker.start("r", {}, {}, None)
+    with pytest.raises(RegistryError, match=rf"^MLflow run '{run_id}': expected one with {RESULT}, got none"):
+        tracker.read_json(run_id, RESULT)  # nothing was logged, and so there is no folder
     tracker.log_json(run_id, {"status": "ok"}, RESULT)
+    tracker.client.set_terminated(run_id)
     artifacts = local_path(tracker.client.get_run(run_id).info.artifact_uri)
     (tmp_path / "stored").rename(tmp_path / "moved")
     artifacts.rename(tmp_path / "moved too")
