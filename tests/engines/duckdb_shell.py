@@ -19,7 +19,7 @@ def main(folder: Path) -> None:
         connection.execute(f"INSTALL '{file}'; LOAD {name}")
     for line in sys.stdin:
         try:
-            answer = {"rows": connection.execute(json.loads(line)).fetchall()}
+            answer: dict[str, object] = {"rows": connection.execute(json.loads(line)).fetchall()}
         except duckdb.Error as error:
             answer = {"error": str(error)}
         print(json.dumps(answer, default=str), flush=True)

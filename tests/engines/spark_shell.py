@@ -86,7 +86,7 @@ def main() -> None:
                 java = session._jvm.org.apache.iceberg.spark.Spark3Util
                 table = java.loadIcebergTable(session._jsparkSession, asked.pop("table"))
                 BY_JAVA[asked.pop("do")](session, table, **asked)
-                answer = {"rows": []}
+                answer: dict[str, Any] = {"rows": []}
             else:
                 answer = {"rows": [list(row) for row in session.sql(asked).collect()]}
         except Exception as error:

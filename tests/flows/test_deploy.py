@@ -46,6 +46,7 @@ def test_chaining_is_off_by_default():
 def test_a_chained_training_has_the_parameters_of_the_ingest(given):
     """Renders Prefect's own templates, as the server does."""
     [action] = made()[deploy.CHAINED].actions
+    assert action.parameters is not None
     template = action.parameters["overrides"]["value"]["template"]
     user_templates.validate_user_template(template)
     run = type("FlowRun", (), {"parameters": given})()

@@ -4,6 +4,7 @@ import datetime
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -198,6 +199,7 @@ def test_a_days_work_does_not_depend_on_the_champion():
     config, day = load(CONFIG, TOY), datetime.date(2025, 1, 8)
     same = load(config, {"preprocessing.workers": 2, "recurring.policies": {}, "gate.rule": "better"})
     assert identity_of_day(Workspace(config), day) == identity_of_day(Workspace(same), day)
+    other: Any
     for other in ({"training.epochs": 3}, {"recurring.every_days": 2}, {"recurring.training": {}}):
         assert identity_of_day(Workspace(config), day) != identity_of_day(Workspace(load(config, other)), day)
     assert identity_of_day(Workspace(config), day) != identity_of_day(Workspace(config), datetime.date(2025, 1, 9))

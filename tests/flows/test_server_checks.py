@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from alembic.script import ScriptDirectory
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling, Pending, Scheduled
 
@@ -45,7 +46,7 @@ def runs(prefect):
 
     async def make():
         now = datetime.datetime.now(datetime.UTC)
-        states = {
+        states: dict[str, State] = {
             "handed": Pending(),
             "late": Scheduled(scheduled_time=now - HOUR),
             "due": Scheduled(scheduled_time=now + HOUR),

@@ -16,6 +16,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -372,7 +373,7 @@ def test_an_ingest_and_the_training_it_starts_outlive_the_server(deployed):
         bad = deployed.order("ingest/ingest", config=SMOKE, overrides={"training.epochs": "two"})
         for _ in range(3):  # Prefect on SQLite may lose an event while it is busy: the next ingest starts the training
             ingest = deployed.order("ingest/ingest", config=SMOKE)
-            until(lambda one=ingest: deployed.state(one) == "COMPLETED")
+            until(partial(lambda one: deployed.state(one) == "COMPLETED", ingest))
             with suppress(AssertionError):
                 until(lambda: deployed.runs("train/after-ingest"), seconds=60)
                 break

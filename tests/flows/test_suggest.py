@@ -3,6 +3,7 @@
 import os
 import re
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -118,7 +119,7 @@ def test_columns_without_values_are_named_whatever_their_type(command, tmp_path)
         assert "no values in any row, so left out: void, hollow" in result["notes"], name
 
 
-REMEDIES = {
+REMEDIES: dict[str, tuple[str, str, list[Any], list[str], tuple[str, ...]]] = {
     "words": ("row,x,label\n", "{i},{x},{label}", ["<=50K", ">50K"], [], ("source.positive=\">50K\"",)),
     "three values": ("row,x,label\n", "{i},{x},{label}", ["a", "b", "c"], [], ("source.positive=\"b\"", "source.positive=\"a\"")),
     "days": ("row,x,day,label\n", "{i},{x},{day}/02/2025,{label}", [0, 1], ["day_column=day"], ("source.date_format=%d/%m/%Y",)),

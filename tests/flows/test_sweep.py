@@ -267,7 +267,7 @@ def test_a_candidate_stopped_early_ends_at_once_and_can_resume(smoke, copied):
         if event is not None and event["event"] == "saved":
             raise StoppedEarly
 
-    trials.watch = watch
+    trials.watch = watch  # type: ignore[method-assign]
     trials.train(draw)
     [stopped] = study.records()
     assert (stopped.state, stopped.valid_ne) == ("pruned", None)
@@ -305,7 +305,7 @@ def failing(tmp_path: Path, errors: list[Exception | None]) -> Trials:
             raise error
         study.finish(draw.number, 0.9)
 
-    trials.train = train
+    trials.train = train  # type: ignore[method-assign]
     return trials
 
 

@@ -269,7 +269,7 @@ def _make(
             if random.random() < 0.9 and can_write(form, values):
                 table[name] = values
         days = [f"2024-01-0{random.randint(1, 5)}" for _ in range(rows)]
-        own = {
+        own: Table = {
             "row": [f"{mark}{number}-{part}-{one}" for one in range(rows)],
             "day": days,
             "label": [one % 2 for one in range(rows)],
@@ -293,7 +293,7 @@ def _hide(random: Random, place: Path) -> None:
 def _damage(random: Random, path: Path) -> None:
     """Damages a file so that a reader must refuse it: two more lines of CSV, or a bit of a page with a checksum."""
     if path.suffix == ".csv":
-        content = path.read_text(encoding="utf-8-sig")
+        content: str | bytearray = path.read_text(encoding="utf-8-sig")
         header = content.splitlines()[0]
         mark = next(one for one in header if one in ",;\t|")
         path.write_text(f"{content}{header}{mark}more\n" + mark.join(["5"] * (header.count(mark) + 2)) + "\n")

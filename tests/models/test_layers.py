@@ -48,7 +48,7 @@ def test_cat_concatenates(features: torch.Tensor) -> None:
 def test_cross_follows_the_formula(features: torch.Tensor, rank: int | None) -> None:
     torch.manual_seed(2)
     layer = CrossInteraction(4, 3, layers=3, rank=rank)
-    values = dict(layer.named_parameters())
+    values: dict[str, torch.Tensor] = dict(layer.named_parameters())
     for value in values.values():  # biases start at zero, which would hide them
         torch.nn.init.normal_(value, std=0.3)
     first = expected = features.flatten(1)

@@ -557,7 +557,7 @@ def test_a_table_is_not_divided_among_the_ranks_of_a_host_that_the_planner_does_
     assert load("configs/smoke.yaml", keys | {"training.hosts": 2}).training.ranks_per_host == 1
 
 
-NO_HOSTS = {
+NO_HOSTS: dict[str, tuple[dict[str, Any], str]] = {
     "uneven": (
         {"training.hosts": 2, "training.world_size": 3, "training.launcher": "external"},
         "training.hosts: expected a divisor of world_size=3, got 2. Change one of them: each host has as many ranks.",

@@ -183,7 +183,7 @@ class Run:
         """Notes checkpoints once they are complete."""
         real = trainer.checkpointer.save
 
-        def save(name: str, tensors: Any, progress: Any, identity: Any, sealed: Any) -> None:
+        def save(name: str, tensors: Any, progress: Any, identity: Any, sealed: Any = lambda: None) -> None:
             written = progress["steps"], tuple(tensors["model/weights"].tolist())
 
             def complete() -> None:

@@ -218,6 +218,7 @@ class Run:
         gone = {(one.path, one.row_group): one for one in lost if one.epoch == epoch}
         so_far = tuple(one for one in lost if one.epoch < epoch)
         windows: list[list[Fragment]] = []
+        window: list[Fragment] | int
         held = self.window_rows
         for i in self.draws(epoch, 0).permutation(len(self.disk.fragments)):
             if held >= self.window_rows:

@@ -1,6 +1,6 @@
 """Simulated ranks: they converse with the service like real ones, step together, save checkpoints and start again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ class Rank:
         self.world, self.group, self.number = world, group, number
         self.talk = Conversation(request, number)
         self.inbox: list[tuple[Any, Memory | None]] = []
-        self.notes: list[BatchNote] = []
+        self.notes: Sequence[BatchNote] = []
         self.arrays: Arrays = {}
         self.at = 0
         self.ended = False

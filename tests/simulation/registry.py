@@ -111,8 +111,9 @@ class Run:
         if any(is_intact(space.tracking, MODEL, *one) for one in found):
             return
         folder = Workspace.unfinished_folder(space, "runs", f"{MODEL}-{identity}", REGISTERED)
+        data: Any = {"test": None}
         work = TrainingJob.model_construct(  # type: ignore[call-arg]
-            identity=identity, folder=str(folder), snapshot=SimpleNamespace(snapshot_id=1), data={"test": None},
+            identity=identity, folder=str(folder), snapshot=SimpleNamespace(snapshot_id=1), data=data,
             tags={}, notes={}, done=None, start=None, earlier=(),
         )  # fmt: skip
         with job.open_run(folder, space, identity, {}, {IDENTITY: identity}, "Again.") as (run_id, _):

@@ -146,7 +146,7 @@ class Server:
     def _search_model_versions(self, query: str, **_: Any) -> Any:
         found = list(self.versions.values())
         for condition in filter(None, query.split(" and ")):
-            key, _, value = condition.partition(" = ")
+            key, value = condition.partition(" = ")[::2]
             found = [one for one in found if _field(one, key) == value.strip("'")]
         return PagedList(found, None)
 

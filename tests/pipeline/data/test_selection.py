@@ -120,7 +120,7 @@ def test_a_column_split_compares_one_column() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", [pa.int64(), pa.string()], ids=str)
-def test_a_hash_split_keeps_keys_together(shares: dict[str, float], kind: pa.DataType) -> None:
+def test_a_hash_split_keeps_keys_together(shares: dict[Part, float], kind: pa.DataType) -> None:
     keys = np.random.default_rng(5).integers(0, 20_000, 60_000)
     rows = pa.table({"user": pa.array(keys).cast(kind), "row": np.arange(60_000)})
     parts = [chosen({"hash": {"key": "user", "shares": shares}}, part) for part in PARTS]
@@ -192,7 +192,8 @@ def test_rows_without_a_key_are_spread_over_the_parts(keys: tuple[str, ...], sam
     every = sorted(row for rows_of_part in kept.values() for row in rows_of_part)
     assert len(every) == len(set(every))
     assert (every == list(range(count))) is not sampled
-    for part, share in {"train": 0.35 if sampled else 0.7, "valid": 0.1, "test": 0.2}.items():
+    shares: dict[Part, float] = {"train": 0.35 if sampled else 0.7, "valid": 0.1, "test": 0.2}
+    for part, share in shares.items():
         assert len(kept[part]) / count == pytest.approx(share, abs=0.02)
 
 

@@ -52,7 +52,7 @@ def test_a_timeline_of_some_curves_shows_those():
     figure = plots.stall_timeline({"stall_fraction_window": [], "batch_wait_seconds": [(3, 0.002)]})
     above, below = figure.axes
     assert not above.patches
-    assert [(line.get_label(), *line.get_ydata()) for line in below.lines] == [("training waits", 2.0)]
+    assert [(line.get_label(), *np.asarray(line.get_ydata())) for line in below.lines] == [("training waits", 2.0)]
 
 
 def test_the_stall_timeline_names_the_use_of_the_cache():

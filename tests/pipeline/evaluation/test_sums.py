@@ -108,7 +108,8 @@ def test_the_interval_over_rows_is_that_of_a_weighted_mean(rows: dict[str, Any])
     error = np.sqrt(ROWS / (ROWS - 1) * np.square(parts).sum()) / weights.sum() / entropy
     found = ne_difference(sum_pairs(labels, rows["ours"], rows["theirs"], weights=weights), True, 0.05)
     assert found is not None
-    assert (found.units, found.ne) == (ROWS, pytest.approx(mean / entropy, rel=1e-7))
+    assert found.units == ROWS
+    assert found.ne == pytest.approx(mean / entropy, rel=1e-7)
     assert found.high - found.ne == pytest.approx(student.ppf(0.975, ROWS - 1) * error, rel=1e-6)
     one, plain = MetricSums(), MetricSums()
     one.add(labels, rows["ours"], weights=np.ones(ROWS))

@@ -434,12 +434,12 @@ def test_each_row_of_each_file_is_accounted_for(ingest: Any, stored: Any, tmp_pa
     random = np.random.default_rng(5)
     frames = {}
     for number in range(45):
-        rows = int(random.integers(0, 9))
+        rows: int | dict[str, int] = int(random.integers(0, 9))
         frame = pd.DataFrame({
             "user": [f"{number}.{i}" for i in range(rows)], "label": random.choice([0, 1, 1, 7, None], rows),
             "date": random.choice([f"{DAY1}", f"{DAY2}", "2099-01-01"], rows, p=[0.2, 0.6, 0.2]), "num": 1.0,
         })  # fmt: skip
-        path = tmp_path / f"all/{number:02}.{'csv' if number < 2 else 'jsonl' if number < 4 else 'parquet'}"
+        path: Path | str = tmp_path / f"all/{number:02}.{'csv' if number < 2 else 'jsonl' if number < 4 else 'parquet'}"
         path.parent.mkdir(exist_ok=True)
         if path.suffix == ".csv":
             frame.to_csv(path, index=False)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pipeline.data.formats.csv import CRITEO_COLUMNS
 from pipeline.data.formats.reading import readable_files
-from pipeline.errors import ConfigError, DataError, EmptyDatasetError
+from pipeline.errors import ConfigError, ContractError, DataError, EmptyDatasetError
 from pipeline.extraction.sources import create_view
 from pipeline.extraction.writing import in_file_order
 from storage.query import column_types, connect
@@ -216,6 +216,7 @@ def test_days_in_another_format_need_to_be_told(tmp_path: Path, ingest: Any, sto
     for day in range(10, 15):
         save(pd.DataFrame({"user": [day], "date": f"02/{day}/2024", "label": [0]}), tmp_path / f"{day}.{kind}")
     source = {"path": f"*.{kind}", "day_column": "date"}
+    error: pytest.ExceptionInfo[ContractError]
     with pytest.raises(DataError) as error:
         ingest(source)
     assert str(error.value) == (

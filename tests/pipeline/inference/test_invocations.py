@@ -44,7 +44,7 @@ COLUMNS = pa.schema(
         "tags": pa.list_(pa.int64()), "terms": pa.list_(pa.string()),
     }
 )  # fmt: skip
-PLAIN = {
+PLAIN: dict[str, list[Any]] = {
     "age": [25.0, 3, None, -1e300, True], "since": ["2025-01-02T12:30:00", None, "2020-02-29"],
     "user": [1, 2, 7, None, [5], [], [BIG], [UNSIGNED]], "city": ["Oslo", "", None, "\u6771\u4eac"],
     "tags": [[1, 2], [], None, [BIG], [None, 4], [UNSIGNED, 2**63]], "terms": [["a"], [], None, ["a", "b"]],

@@ -14,7 +14,7 @@ from pipeline.inference.request import TYPES, check_defaults, table_of
 from pipeline.registration.config import RegistrationConfig
 from pipeline.serving.bodies import read_tensors
 
-VALUES = {
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "double": ([1, 2.5, None, float("nan"), True, np.float32(0.5), 2**60], [1.0, 2.5, None, None, 1.0, 0.5, 2.0**60]),
     "long": (
         [
@@ -212,6 +212,7 @@ def test_a_million_ids_in_a_row():
 
 def test_empty_batches():
     columns = {"x": "list<long>", "y": "double", "at": "timestamp"}
+    rows: Any
     for rows in ({"x": [], "y": [], "at": []}, pd.DataFrame(columns=["x", "y", "at"])):
         made = table_of(rows, columns, {})
         assert made.num_rows == 0

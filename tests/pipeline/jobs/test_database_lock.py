@@ -116,7 +116,7 @@ def test_a_lost_lock_is_said(address: str, caplog: pytest.LogCaptureFixture) -> 
     with database_lock(engine, "train"):
         with engine.connect() as connection:
             end = "select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory'"
-            assert connection.execute(text(end)).all() == [(True,)]
+            assert connection.execute(text(end)).tuples().all() == [(True,)]
         with database_lock(create_engine(address), "train", poll_seconds=0.05):
             assert not caplog.messages
     assert "the lock of the train was lost, and another may have done the same work: " in caplog.text

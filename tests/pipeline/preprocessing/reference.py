@@ -110,7 +110,7 @@ class Reference:
         windows: list[list[int]] = []
         gone: tuple[LostRows, ...] = ()
         held = None
-        order = range(len(self.groups))
+        order: Iterable[int] = range(len(self.groups))
         if window_rows is not None:
             order = draws(seed, epoch, 0).permutation(len(self.groups))
         for group in order:
@@ -143,7 +143,7 @@ class Reference:
         """All global batches of an epoch."""
         windows = self.windows(seed, epoch, window_rows, split_rows)
         rows = [(row, number, place) for number, window in enumerate(windows) for place, row in enumerate(window)]
-        batches = []
+        batches: list[Batch] = []
         for start in range(0, len(rows), batch_rows):
             chosen = rows[start : start + batch_rows]
             _, window, place = chosen[-1]

@@ -215,7 +215,7 @@ def test_resume_under_another_executor_worker_count_and_world_size(
 ) -> None:
     expected = Reference(data, days).batches(epoch=1)
     for stops in ([3, 9, 12], [1, 2, 15]):
-        position, found = Position(epoch=1), []
+        position, found = Position(epoch=1), list[Batch]()
         for (name, world_size), stop in zip(chain, [*stops[: len(chain) - 1], None], strict=True):
             readers = [client(sources(name), data, rank=rank, world_size=world_size) for rank in range(world_size)]
             ranks = [reader.batches(position) for reader in readers]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -152,7 +153,7 @@ def work_of(*batches: Sequence[BlockSlice], world_size: int = 1, shuffled: bool 
 
 def splits_with(sizes: Sequence[int], chunk_rows: int = 11) -> list[Arrays]:
     """Makes rows without a warehouse, in chunks. The dense value is the row's number, ids are 10 * number and up."""
-    random, first, made = np.random.default_rng(5), 0, []
+    random, first, made = np.random.default_rng(5), 0, list[Arrays]()
     for size in sizes:
         split: dict[str, np.ndarray] = {}
         for chunk, low in enumerate(range(0, size, chunk_rows)):
@@ -178,7 +179,7 @@ def worker_without_rows() -> Worker:
     return worker
 
 
-def plain_batches(work: BatchWork, splits: Sequence[Arrays]) -> list[list[dict[str, list[object]]]]:
+def plain_batches(work: BatchWork, splits: Sequence[Arrays]) -> list[list[dict[str, list[Any]]]]:
     """For each batch and rank: dense, labels, weights, lists by row, in plain Python."""
     made = []
     for windows in work.batches:
@@ -253,7 +254,8 @@ def test_work_done_again_gives_the_same(data: DataSpec) -> None:
 
 
 def test_costs_add_up_and_travel() -> None:
-    a = Costs(1.0, 2.0, 3.0, 4, 5, Counter(x=1.0), Counter(n=2), read_sizes=Counter({"64": 1}), row_groups_skipped=3)
+    seconds: dict[str, Any] = {"x": 1.0}
+    a = Costs(1.0, 2.0, 3.0, 4, 5, Counter(seconds), Counter(n=2), read_sizes=Counter({"64": 1}), row_groups_skipped=3)
     a.cache.update(hits=3)
     b = Costs.from_json(vars(a))
     b.add(a)

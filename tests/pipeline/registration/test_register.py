@@ -104,7 +104,8 @@ def rounded(terms: int, size: float, seed: int) -> tuple[np.ndarray, np.ndarray]
     random = np.random.default_rng(seed)
     parts = (random.normal(size=(512, terms)) * size / np.sqrt(terms)).astype(np.float32)
     orders = [parts, parts[:, random.permutation(terms)]]
-    return tuple(1 / (1 + np.exp(-np.add.accumulate(one, axis=1)[:, -1].astype(np.float64))) for one in orders)
+    first, second = (1 / (1 + np.exp(-np.add.accumulate(one, axis=1)[:, -1].astype(np.float64))) for one in orders)
+    return first, second
 
 
 @pytest.mark.parametrize("seed", range(3))

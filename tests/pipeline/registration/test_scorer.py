@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,6 +22,7 @@ from pipeline.inference.model import LoadedModel
 from pipeline.inference.request import column_type
 from pipeline.registration.register import pack, raw_frame
 from pipeline.registration.scorer import Scorer
+from pipeline.transforms.kinds import Kind
 from pipeline.transforms.schema import FeatureSchema
 
 SCHEMA = FeatureSchema.model_validate(
@@ -166,7 +168,10 @@ def test_ids_may_be_lists_of_one(loaded):
 
 
 def test_column_types():
-    kinds = {"dense": [pa.int32(), pa.float32()], "sparse": [pa.int32(), pa.string(), pa.large_list(pa.int64()), pa.list_(pa.string())]}  # fmt: skip
+    kinds: dict[Kind, list[pa.DataType]] = {
+        "dense": [pa.int32(), pa.float32()],
+        "sparse": [pa.int32(), pa.string(), pa.large_list(pa.int64()), pa.list_(pa.string())],
+    }
     kinds["scores"] = [pa.list_(pa.float64()), pa.large_list(pa.float32()), pa.list_(pa.int64())]
     kinds["dense"] += [pa.timestamp("us"), pa.timestamp("us", "UTC"), pa.date32(), pa.bool_()]
     found = {use: [column_type(kind, [use]) for kind in types] for use, types in kinds.items()}
@@ -179,7 +184,7 @@ def test_column_types():
     }
 
 
-def logged(loaded: LoadedModel) -> PyFuncModel:
+def logged(loaded: LoadedModel) -> Any:
     """The model from `mlflow.pyfunc.load_model`, with MLflow's signature before the scorer."""
     python_model = Scorer()
     python_model.loaded = loaded

@@ -58,7 +58,7 @@ def test_a_trial_is_a_line_from_its_ne_through_its_values(tmp_path):
     axes = plots.draw_sweep(found)["parallel_coordinates"].axes[0]
     names = [label.get_text().replace("\n", "") for label in axes.get_xticklabels()]
     assert names == ["NE", *sorted(SPACE)]
-    lines = [line.get_ydata() for line in axes.lines]
+    lines = [np.asarray(line.get_ydata()) for line in axes.lines]
     assert [line[0] for line in lines] == pytest.approx([1.0, 0.5, 0.0])  # the best is drawn last
     rates = np.log([found.records()[number].params["training.table_learning_rate"] for number in (0, 2, 1)])
     place = 1 + sorted(SPACE).index("training.table_learning_rate")

@@ -32,7 +32,7 @@ def ne(draw: Draw) -> float:
 
 def run(study: SearchStudy, trials: int = 99) -> list[dict]:
     """Runs trials until there are enough, and returns their values."""
-    drawn = []
+    drawn: list[dict] = []
     while len(drawn) < trials and (draw := study.next()) is not None:
         drawn.append(dict(draw.params))
         study.finish(draw.number, ne(draw))
@@ -213,7 +213,8 @@ def leader_study(path, **more) -> tuple[SearchStudy, list[Draw]]:
     prune = PruneConfig(method="leader", every_rows=100, **more)
     settings = SweepConfig(strategy="grid", space={"a": {"choices": ["x", "y", "z"]}}, prune=prune)
     study = SearchStudy(path / "leader.db", settings, {}, [{"a": name} for name in "zxy"])
-    return study, [study.next() for _ in range(3)]
+    draws = iter(study.next, None)
+    return study, [next(draws) for _ in range(3)]
 
 
 def test_a_grid_can_have_its_order_given(tmp_path):

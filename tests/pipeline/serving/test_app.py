@@ -34,7 +34,7 @@ SCHEMA = FeatureSchema.model_validate(
     }
 )
 COLUMNS = pa.schema({"age": pa.float64(), "user": pa.int64(), "tags": pa.list_(pa.string()), "at": pa.string()})
-ROWS = {
+ROWS: dict[str, list[Any]] = {
     "age": [20.0, 31.5, None],
     "user": [[2**61 + 1], [], [7]],
     "tags": [["a", "b"], [], None],

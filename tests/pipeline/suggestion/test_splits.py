@@ -33,7 +33,7 @@ def table(sizes: list[int], **columns: Any) -> pa.Table:
 
 def parts_of(rows: pa.Table, split: ChosenSplit) -> dict[str, pa.Table]:
     """The rows of each part, as a training selects them."""
-    config, found = SplitConfig.model_validate(split.config), {}
+    config, found = SplitConfig.model_validate(split.config), dict[str, pa.Table]()
     for part in PARTS:
         chosen = select(config, part, sorted(set(rows[DAY].to_pylist())), None)
         assert chosen is not None

@@ -167,6 +167,7 @@ def test_a_layer_of_onednn_can_stand_before_relu_in_place():
     plain, layers = (mlp(13, [8, 4]) for _ in range(2))
     layers.load_state_dict(plain.state_dict())
     use_cpu_layers(layers, onednn=True)
+    one: nn.Module | torch.Tensor
     for one in (plain, layers):
         one(draw(20, 13)).backward(draw(20, 4, seed=1))
     for one, other in zip(plain.parameters(), layers.parameters(), strict=True):

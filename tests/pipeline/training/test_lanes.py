@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Collection
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
             logits = model(*lane_of(batch, rows))
             loss = F.binary_cross_entropy_with_logits(logits, batch.labels[rows], batch.weights[rows], reduction="sum")
             total += loss.item()
-            for one, gradient in zip(sums, torch.autograd.grad(loss / batch.whole, model.parameters()), strict=True):
+            for one, gradient in zip(sums, torch.autograd.grad(loss / batch.whole, [*model.parameters()]), strict=True):
                 one += gradient
         losses.append(total)
         for value, one in zip(model.parameters(), sums, strict=True):
@@ -160,7 +160,7 @@ def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
         with torch.no_grad():
             for name, value in tables.items():
                 moments[name] += value.grad.square().mean(1, keepdim=True)
-                value -= config.table_learning_rate * value.grad / (moments[name].sqrt() + 1e-8)
+                value.sub_(config.table_learning_rate * value.grad / (moments[name].sqrt() + 1e-8))
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
@@ -174,7 +174,7 @@ def test_lanes_train_like_plain_pytorch(device: torch.device, tmp_path: Path) ->
     assert state.keys() == {f"model/{name}" for name in weights}
     for name, value in weights.items():
         torch.testing.assert_close(
-            state[f"model/{name}"], value, atol=TOLERANCE, rtol=0.0, msg=lambda text, n=name: f"{n}: {text}"
+            state[f"model/{name}"], value, atol=TOLERANCE, rtol=0.0, msg=partial("{}: {}".format, name)
         )
 
 

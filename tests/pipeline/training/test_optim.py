@@ -70,6 +70,8 @@ def test_tables_follow_the_schedule(
     before = checkpoint.full_state(trainer.model.state_dict())
     trainer.train_step(next(train_client.batches()))
     after = checkpoint.full_state(trainer.model.state_dict())
+    assert before is not None
+    assert after is not None
     for name in (name for name in before if name.startswith("embeddings.")):
         change = (after[name] - before[name]).double().pow(2).mean(1).sqrt()
         touched = change[change > 0]

@@ -25,6 +25,7 @@ from tests.pipeline.training.loops import STEPS, Maker, PlainLoop, poisoned, sam
 def test_a_batch_can_be_left_out(make_trainer: Maker, train_client: Client, values: tuple[float, ...]) -> None:
     """Against a plain loop that never saw the batches."""
     source: Any = train_client
+    value: float | torch.Tensor
     for i, value in enumerate(values):
         source = SimpleNamespace(batches=poisoned(source, 6 + i, value))
     trainer, events = make_trainer(None, source.batches, on_nonfinite="skip", dense_optimizer="adam")

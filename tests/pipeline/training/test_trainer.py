@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +55,7 @@ def test_training_is_the_plain_loop(
                 assert metrics["train_ne_progressive"] == pytest.approx(normalized(*first), abs=1e-4)
     for name, value in weights_of(trainer).items():
         torch.testing.assert_close(
-            value, loop.weights[name].detach(), atol=1e-4, rtol=0.0, msg=lambda m, n=name: f"{n}: {m}"
+            value, loop.weights[name].detach(), atol=1e-4, rtol=0.0, msg=partial("{}: {}".format, name)
         )
     first = np.concatenate(losses[:STEPS]), np.concatenate(labels[:STEPS])
     assert progress.first_sight.ne == pytest.approx(normalized(*first), abs=1e-4)
@@ -170,8 +171,8 @@ def test_weights_that_are_not_finite_are_not_saved(make_trainer: Maker, tmp_path
     trainer, _ = make_trainer(checkpoint_every_steps=2, checkpoint_async=False)
     step = trainer.train_step
 
-    def breaking(*batches: Batch | None) -> None:
-        step(*batches)
+    def breaking(batch: Batch, coming: Batch | None = None) -> None:
+        step(batch, coming)
         if trainer.progress.steps == 3:
             with torch.no_grad():
                 dict(trainer.model.named_parameters())["logit.bias"].fill_(math.inf)
@@ -221,7 +222,8 @@ def test_an_epoch_without_rows_is_an_error(make_trainer: Maker) -> None:
 def test_the_end_is_always_validated(make_trainer: Maker) -> None:
     trainer, _ = make_trainer(scripted([0.9, 0.8]), max_steps=7, validate_every_steps=5)
     progress = trainer.train()
-    assert (progress.best_step, progress.best_ne) == (7, pytest.approx(0.8))
+    assert progress.best_step == 7
+    assert progress.best_ne == pytest.approx(0.8)
 
 
 def test_running_out_of_rows_before_max_steps_is_an_error(make_trainer: Maker) -> None:

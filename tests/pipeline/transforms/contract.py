@@ -22,7 +22,7 @@ ID = st.integers(-3, 5) | st.sampled_from([ID_MIN, ID_MAX, 2**62 + 1, -(2**62) -
 IDS = st.lists(ID, max_size=6) | st.lists(st.integers(0, 30), min_size=17, max_size=40)  # long enough to be sorted
 SCORES = st.lists(st.floats(-9, 9) | st.floats(), max_size=6)
 KINDS = {"dense": DENSE, "sparse": IDS, "scores": SCORES}
-HARD = {
+HARD: dict[str, list[Any]] = {
     "dense": [math.nan, math.inf, -math.inf, -0.0, 1e308, -3.5, 0.25, 1.0, 5.0],
     "sparse": [[], [ID_MIN, ID_MAX], [-1], [3, 3, 2**62 + 1], list(range(50)), [], [7, 3, 7], [1, 2], [2]],
     "scores": [[], [math.nan, 1.0], [math.inf], [1.0, -0.0, 2.5], [0.5] * 50, [2.0], [-1.0, 1e308, 1e308], [], [3.0]],
@@ -71,6 +71,12 @@ def rows_of(column: Column) -> list[Any]:
     assert column.offsets[0] == 0
     assert column.offsets[-1] == len(column.values)
     return [column.values[a:b].tolist() for a, b in zip(column.offsets[:-1], column.offsets[1:], strict=True)]
+
+
+def lengths_of(column: Column) -> np.ndarray:
+    """The length of each row's list."""
+    assert column.offsets is not None
+    return np.diff(column.offsets)
 
 
 def apply(op: Op, *inputs: list[Any], counts: Counter[str] | None = None) -> list[Any]:

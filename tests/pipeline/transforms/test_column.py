@@ -219,7 +219,7 @@ def test_other_kinds_are_refused(read: Any, array: pa.Array, sentence: str) -> N
 
 
 UUIDS = [uuid.UUID(int=number << 96 | 77) for number in (1, 2**32 - 1)]
-OTHERS = {
+OTHERS: dict[str, tuple[pa.Array, list[Any]]] = {
     "UUID": (pa.array([one.bytes for one in UUIDS], pa.uuid()), [str(one) for one in UUIDS]),
     "bytes": (pa.array([b"abc", "\u00e9".encode()], pa.large_binary()), ["abc", "\u00e9"]),
     "bytes of one length": (pa.array([b"abcd", b"efgh"], pa.binary(4)), ["abcd", "efgh"]),

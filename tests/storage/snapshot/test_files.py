@@ -80,9 +80,10 @@ def test_files_with_rows_of_several_days_are_read_by_the_days_of_their_rows(
 ) -> None:
     write(warehouse, DAY1, DAY2)
     table = warehouse.table("events")
-    fields = {
+    kinds: dict[str, list[tuple[str, Any, str]]] = {
         "month of day": [("day", MonthTransform(), "month")], "bucket of id": [("id", BucketTransform(4), "bucket")],
-    }.get(kind, [])  # fmt: skip
+    }  # fmt: skip
+    fields = kinds.get(kind, [])
     partition_by(table, *fields)
     path = add_file(table, rows([DAY3, DAY1, DAY2, DAY3, DAY3, DAY1], 100), Record(*([648] * len(fields))))
     if back:

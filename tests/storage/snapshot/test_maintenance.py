@@ -216,7 +216,7 @@ def test_records_of_another_writer_stay_when_a_commit_is_tried_again(
 ) -> None:
     """pyiceberg commits again on top of the other writer's snapshot."""
     write(warehouse, rows(DAY1, 3), identity="first")
-    replaced, came = ReplacedDays._process_manifests, []
+    replaced, came = ReplacedDays._process_manifests, list[bool]()
 
     def overtaken(self: ReplacedDays, manifests: list[Any]) -> list[Any]:
         if not came:

@@ -183,7 +183,7 @@ def test_a_map_of_something_else_is_not_flattened(warehouse: Warehouse) -> None:
 
 def test_a_filter_compares_keys_of_maps(tmp_path: Path) -> None:
     random = np.random.default_rng(4)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "day": DAY1,
             "id": i,

@@ -128,7 +128,7 @@ def test_windows_are_those_of_a_join_by_time(delay, action, tmp_path, warehouse)
     assert found.column("w_count_86400").type == pa.int64()
     for name in names:
         numbers = [column.cast(pa.float64()).to_numpy() for column in (found.column(name), expected.column(name))]
-        np.testing.assert_allclose(*numbers, rtol=1e-12, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(numbers[0], numbers[1], rtol=1e-12, atol=1e-12, err_msg=name)
     assert 50 < sum(found.column("w_count_3600").to_pylist()) < sum(found.column("w_count_86400").to_pylist())
     some = names[3:5]  # a model reads only some
     again = read(open_reader(warehouse, snapshot, some, None, joined))

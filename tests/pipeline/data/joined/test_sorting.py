@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_damaged_files_are_not_merged_with(name: str, tmp_path: Path) -> None:
 
 def test_a_source_without_rows_has_none(tmp_path: Path) -> None:
     for name, rows in (("none", []), ("keyless", [row | {"shop": None} for row in draw(1, 5)])):
-        index = sort(lambda rows=rows: parts(rows, 9), tmp_path / name)
+        index = sort(partial(parts, rows, 9), tmp_path / name)
         assert read_key(index, "a", 1, 9) == []
 
 

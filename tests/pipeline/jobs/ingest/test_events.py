@@ -55,7 +55,9 @@ def open_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
 
 def add(workspace: Workspace, events: pd.DataFrame, name: str) -> dict[str, Any]:
     """Adds a file to the log and ingests again. Returns what was done with the log."""
-    events.to_parquet(Path(workspace.config.events["watched"].path[:-1]) / name)  # type: ignore[arg-type]
+    path = workspace.config.events["watched"].path
+    assert isinstance(path, str)
+    events.to_parquet(Path(path[:-1]) / name)
     done: dict[str, Any] = ingest_days(workspace, None, force=False)["events"]["watched"]
     return done
 
@@ -187,11 +189,10 @@ def test_events_that_are_delivered_twice_count_once(
 
 
 def test_events_without_an_id_are_not_repeats(open_: Open, tmp_path: Path) -> None:
+    ids: list[Any] = [None if number % 2 else f"{number}" for number in range(40)]
     for day in (1, 2, 3):
         path = tmp_path / f"log/{day}.parquet"
-        pd.read_parquet(path).assign(event=[None if number % 2 else f"{number}" for number in range(40)]).to_parquet(
-            path
-        )
+        pd.read_parquet(path).assign(event=ids).to_parquet(path)
     ingest_days(open_(unique="event"), None, force=False)
     frame = stored(open_(unique="event"))
     assert (frame["event"].isna().sum(), frame["event"].notna().sum()) == (60, 20)
@@ -459,7 +460,8 @@ def test_columns_that_a_pattern_takes_and_no_table_can_have_are_named(
     workspace = open_(columns=["*"])
     for path in (tmp_path / "log").iterdir():
         events = pd.read_parquet(path)
-        events.assign(place=[{"x": 1.0}] * len(events)).to_parquet(path)
+        places: list[Any] = [{"x": 1.0}] * len(events)
+        events.assign(place=places).to_parquet(path)
     ingest_days(workspace, None, force=False)
     assert "which the warehouse has no type for and no feature reads: place (STRUCT(x DOUBLE))" in caplog.text
     assert {"item", "user", "at"} <= {*stored(workspace).columns}

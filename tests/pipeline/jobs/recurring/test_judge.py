@@ -58,7 +58,7 @@ def judge_day(workspace: Workspace, monkeypatch: pytest.MonkeyPatch, gate: str, 
 
     monkeypatch.setattr(judge, "_judge", score)
     verdict = judge_challenger(workspace, today, workspace.home / "models")
-    return verdict and verdict.gate
+    return verdict.gate if verdict else None
 
 
 def result_of(workspace: Workspace, version: int) -> dict[str, object]:

@@ -55,7 +55,7 @@ def promote(workspace: Workspace, trained_to: int) -> None:
     warehouse, tracker, name = workspace.warehouse, workspace.tracking, workspace.config.model_name
     snapshot = warehouse.current("mornings")
     learned = {f"{day}": text for day, text in warehouse.day_contents(snapshot).items() if day <= january(trained_to)}
-    empty = {"seeds": {}, "config": {}, "versions": {}, "placement": ()}
+    empty: dict[str, Any] = {"seeds": {}, "config": {}, "versions": {}, "placement": ()}
     texts = dict.fromkeys(("snapshot_tag", "plan_hash", "device", "commit", "lock_hash", "weights_sha256"), "-")
     record = Record(identity="-", snapshot=snapshot, world_size=1, threads_per_rank=1, days=learned, **empty, **texts)
     run_id = tracker.start("a training", {}, {}, None)

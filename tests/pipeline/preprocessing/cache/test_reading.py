@@ -230,11 +230,11 @@ def schema_of(random: np.random.Generator) -> FeatureSchema:
         (), (FillNull(),), (Clamp(low=0.0, high=float(random.choice([2.0, 3.0]))), FillNull()),
         (Log(), Standardise(mean=0.5, std=float(random.choice([1.0, 2.0]))), FillNull()),
     ]  # fmt: skip
-    lists = [(SigridHash(size=size),) for size in (83, 1 << 33)]
+    lists: list[tuple[FirstX | SigridHash, ...]] = [(SigridHash(size=size),) for size in (83, 1 << 33)]
     lists += [(FirstX(limit=limit), SigridHash(size=83)) for limit in (1, 2)]
 
     def draw(options: Sequence[Any]) -> Any:
-        return options[random.integers(len(options))]
+        return options[int(random.integers(len(options)))]
 
     dense = [DenseGroup(columns=(name,), transforms=draw(numbers)) for name in ("share", "num_a", "num_b")]
     sparse = [SparseGroup(columns=(name,), transforms=draw(lists)) for name in ("cat_user", "list_items", "row")]

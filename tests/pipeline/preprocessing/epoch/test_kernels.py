@@ -14,7 +14,7 @@ LISTS = [list(range(100 * n, 101 * n)) for n in (3, 0, 4, 5, 1, 8, 0, 9, 2, 7, 4
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
 @pytest.mark.parametrize(("first", "stop"), [(0, 13), (2, 11), (5, 5), (12, 13)])
-def test_lists_are_appended_with_their_places(kind: type, first: int, stop: int) -> None:
+def test_lists_are_appended_with_their_places(kind: type[np.integer], first: int, stop: int) -> None:
     """Offsets of a part of a column begin above 0. Nothing else is written."""
     values = np.array([i for ids in LISTS for i in ids])
     offsets = offsets_of(np.array([len(ids) for ids in LISTS]))[first : stop + 1]
@@ -28,7 +28,7 @@ def test_lists_are_appended_with_their_places(kind: type, first: int, stop: int)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32])
-def test_places_follow_from_lengths(kind: type) -> None:
+def test_places_follow_from_lengths(kind: type[np.integer]) -> None:
     """Lengths at the end of their type, whose sum it cannot hold."""
     most = int(np.iinfo(kind).max)
     lengths, starts = np.array([3, 0, most, most, 1], kind), np.full(9, -1)
@@ -48,7 +48,7 @@ def test_more_lists_are_copied_than_are_prefetched():
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
-def test_lists_are_copied_to_their_slots(kind: type) -> None:
+def test_lists_are_copied_to_their_slots(kind: type[np.integer]) -> None:
     """Two features of 13 rows. Some rows go to two batches of different sizes, the lists of others are kept out."""
     features = [LISTS, [[-i for i in ids] for ids in reversed(LISTS)]]
     starts = offsets_of(np.array([len(ids) for lists in features for ids in lists]))

@@ -132,7 +132,7 @@ class Drive:
     def give(self) -> bool:
         if len(self.busy) >= self.workers:
             return False
-        asking = self.random.sample(range(self.workers), self.workers) if self.keeps else [None]
+        asking: list[int | None] = self.random.sample(range(self.workers), self.workers) if self.keeps else [None]
         if self.keeps and not self.spare and self.random.random() < 0.02:
             self.spare = asking[1:]
         item = next(filter(None, (self.stream.next_item(worker, worker in self.spare) for worker in asking)), None)

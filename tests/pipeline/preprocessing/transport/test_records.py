@@ -21,7 +21,7 @@ def equal(a: Any, b: Any) -> bool:
 @given(rows=SIZES, width=st.integers(0, 5), ids=SIZES, wide=st.booleans())
 def test_chunks_come_back_equal_aligned_and_writable(rows: int, width: int, ids: int, wide: bool) -> None:
     draw = np.random.default_rng(rows + 100 * ids)
-    split = {}
+    split: dict[str, np.ndarray] = {}
     for chunk in range(3):
         split |= {
             f"{chunk}.dense": draw.random((rows, width), np.float32),

@@ -38,7 +38,7 @@ def test_tables_beyond_the_memory_are_left_out(tmp_path: Path) -> None:
 def test_a_killed_point_fails_alone_and_is_retried(tmp_path: Path) -> None:
     config = study()
     wanted = list_points(config.characterize)
-    run, killed = group.run_ranks, []
+    run, killed = group.run_ranks, list[str]()
 
     def kill_once(module: str, spec: Any, folder: Path, size: int, threads: Any, limits: Any, hear: Any, *rest: Any):
         def handle(event: dict[str, Any]) -> None:

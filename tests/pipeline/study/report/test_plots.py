@@ -3,6 +3,7 @@
 import io
 import itertools
 
+import numpy as np
 import pytest
 
 from pipeline.study.measure.results import PointResult
@@ -67,10 +68,12 @@ def test_bars_of_the_split_add_up():
 def test_the_roof_is_the_lower_of_the_ceilings():
     axes = draw_figures(study("E1", GRID))["roofline"].axes[0]
     read, random = (line for line in axes.lines if line.get_label().endswith(("in a row", "at random")))  # type: ignore[attr-defined]
-    assert max(read.get_ydata()) == max(random.get_ydata()) == 100.0
-    assert read.get_ydata()[0] == pytest.approx(20.0 * read.get_xdata()[0])
+    assert max(np.asarray(read.get_ydata())) == max(np.asarray(random.get_ydata())) == 100.0
+    assert np.asarray(read.get_ydata())[0] == pytest.approx(20.0 * np.asarray(read.get_xdata())[0])
     [dots] = axes.collections
-    assert dots.get_offsets()[0].tolist() == pytest.approx([(1.1e9 + 2e4) / 5e7, 1e-6 * (1.1e9 + 2e4) / 5.0])
+    assert np.asarray(dots.get_offsets())[0].tolist() == pytest.approx(
+        [(1.1e9 + 2e4) / 5e7, 1e-6 * (1.1e9 + 2e4) / 5.0]
+    )
 
 
 def test_lines_of_quality():

@@ -48,7 +48,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def name(folder: Path | None) -> str | None:
-    return folder and folder.name
+    return folder.name if folder else None
 
 
 def seal(folder: Path) -> None:

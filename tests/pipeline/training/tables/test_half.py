@@ -33,8 +33,8 @@ def batches() -> Steps:
         weights = np.round(random.normal(size=lengths.sum()), 1)
         gradient = random.normal(size=(BAGS, sum(TABLES[owner][1] for owner in OWNERS)))
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        floats = (torch.from_numpy(values.astype(np.float32)) for values in (weights, gradient))
-        made.append((torch.from_numpy(np.concatenate(ids)), torch.from_numpy(offsets), *floats))
+        floats = [torch.from_numpy(values.astype(np.float32)) for values in (weights, gradient)]
+        made.append((torch.from_numpy(np.concatenate(ids)), torch.from_numpy(offsets), floats[0], floats[1]))
     return made
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,7 +148,9 @@ def one(device: torch.device) -> Result:
     for name, settings in CASES.items():
         usual = dict(settings)
         given = conditions(usual)
-        found[name] = trained(training(1, **usual), device, given)
+        losses, weights = trained(training(1, **usual), device, given)
+        assert weights is not None
+        found[name] = losses, weights
     return {name: losses for name, (losses, _) in found.items()}, {
         name: weights for name, (_, weights) in found.items()
     }
@@ -205,7 +208,7 @@ def reference(optimizer: str, weighted: bool) -> tuple[list[float], dict[str, to
             for name, value in tables.items():
                 square = value.grad**2
                 moments[name] += square.mean(1, keepdim=True) if optimizer == "rowwise_adagrad" else square
-                value -= config.table_learning_rate * value.grad / (moments[name].sqrt() + 1e-8)
+                value.sub_(config.table_learning_rate * value.grad / (moments[name].sqrt() + 1e-8))
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
@@ -215,24 +218,24 @@ def unsharded() -> dict[tuple[str, bool], tuple[list[float], dict[str, torch.Ten
     return {kind: reference(*kind) for kind in kinds}
 
 
-def check(found: Result, case: str, unsharded: dict[str, Any]) -> None:
+def check(found: Result, case: str, unsharded: dict[tuple[str, bool], Any]) -> None:
     settings = (CASES | ON_CUDA)[case]
     losses, weights = unsharded[settings.get("table_optimizer", "rowwise_adagrad"), settings.get("weighted", False)]
     assert found[0][case] == pytest.approx(losses, abs=LOSS_TOLERANCE)
     assert found[1][case].keys() == weights.keys()
     for name, value in weights.items():
         torch.testing.assert_close(
-            found[1][case][name], value, atol=TOLERANCE, rtol=0.0, msg=lambda text, n=name: f"{n}: {text}"
+            found[1][case][name], value, atol=TOLERANCE, rtol=0.0, msg=partial("{}: {}".format, name)
         )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_rank_trains_like_plain_pytorch(one: Result, unsharded: dict[str, Any], case: str) -> None:
+def test_one_rank_trains_like_plain_pytorch(one: Result, unsharded: dict[tuple[str, bool], Any], case: str) -> None:
     check(one, case, unsharded)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_train_like_plain_pytorch(two: Result, unsharded: dict[str, Any], case: str) -> None:
+def test_two_ranks_train_like_plain_pytorch(two: Result, unsharded: dict[tuple[str, bool], Any], case: str) -> None:
     check(two, case, unsharded)
 
 
@@ -280,13 +283,15 @@ def test_one_rank_looks_up_what_torchrec_sends_to_itself(device: torch.device, b
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", MANY)
-def test_four_ranks_train_like_plain_pytorch(four: Result, unsharded: dict[str, Any], case: str) -> None:
+def test_four_ranks_train_like_plain_pytorch(four: Result, unsharded: dict[tuple[str, bool], Any], case: str) -> None:
     check(four, case, unsharded)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", BY_HOST)
-def test_ranks_of_two_hosts_train_like_plain_pytorch(two_hosts: Result, unsharded: dict[str, Any], case: str) -> None:
+def test_ranks_of_two_hosts_train_like_plain_pytorch(
+    two_hosts: Result, unsharded: dict[tuple[str, bool], Any], case: str
+) -> None:
     """As two hosts to TorchRec, and to our planner. tests/hosts has real ones."""
     check(two_hosts, case, unsharded)
 
@@ -371,9 +376,13 @@ def test_ranks_that_cannot_map_memory_share_none(device: torch.device, monkeypat
 
 def test_memory_of_others_is_not_mistaken_for_that_of_rank_0(tmp_path: Path) -> None:
     """A process of another host may have the same number, and so may its file."""
-    memory, fd = shared._create(8, b"t" * 16)
+    made = shared._create(8, b"t" * 16)
+    assert made is not None
+    memory, fd = made
     memory[:8] = b"contents"
-    found, mine = shared._open(f"/proc/self/fd/{fd}", 8, b"t" * 16)
+    opened = shared._open(f"/proc/self/fd/{fd}", 8, b"t" * 16)
+    assert opened is not None
+    found, mine = opened
     assert found[:8] == b"contents"
     (tmp_path / "file").write_bytes(b"contents" + b"t" * 16)
     with (tmp_path / "file").open() as file:
@@ -402,5 +411,5 @@ def test_fp16_communication_costs_little_accuracy(two: Result, case: str) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES | ON_CUDA)
-def test_cuda_trains_like_plain_pytorch(cuda: Result, unsharded: dict[str, Any], case: str) -> None:
+def test_cuda_trains_like_plain_pytorch(cuda: Result, unsharded: dict[tuple[str, bool], Any], case: str) -> None:
     check(cuda, case, unsharded)

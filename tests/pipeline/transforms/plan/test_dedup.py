@@ -2,6 +2,7 @@
 
 from collections import Counter
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -65,7 +66,7 @@ def table(rows: list[tuple[object, ...]]) -> pa.Table:
 
 @QUICK
 @given(drawn=ROWS)
-def test_features_made_once_equal_those_made_for_every_row(drawn: list[tuple[object, ...]]) -> None:
+def test_features_made_once_equal_those_made_for_every_row(drawn: list[tuple[Any, ...]]) -> None:
     rows = [row for row in drawn for _ in range(row[5])]
     whole = plan().apply(table(rows))
     sessions = np.array([row[0] for row in rows], np.int64)
