@@ -56,8 +56,18 @@ def is_key(name: str, maps: Collection[str]) -> bool:
         >>> [is_key(name, ["ids"]) for name in ("ids_7", "ids[1..9]", "ids", "cat_7")]
         [True, True, False, False]
     """
+    return map_of(name) in maps
+
+
+def map_of(name: str) -> str | None:
+    """Returns the map of which a name or a spelling may mean keys. None: it can mean none.
+
+    Example:
+        >>> [map_of(name) for name in ("ids_7", "ids[1..9]", "ids")]
+        ['ids', 'ids', None]
+    """
     found = SPELLED.fullmatch(name) or KEY.fullmatch(name)
-    return found is not None and found[1] in maps
+    return None if found is None else found[1]
 
 
 def map_names(schema: "pa.Schema") -> list[str]:

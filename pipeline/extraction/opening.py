@@ -36,7 +36,7 @@ from pipeline.extraction.sources import create_view, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list, is_text
 from storage.errors import is_shortage, machine_lacks
-from storage.keys import is_key
+from storage.keys import map_of
 from storage.names import Format
 from storage.objects import ObjectFile, store_failure
 from storage.query import column_types, connect
@@ -102,17 +102,21 @@ class SourceContext:
         """Tells whether anything in the config may read a column. Of events, and before features are declared: yes."""
         if self.events is not None or isinstance(self.schema, LabelColumns):
             return True
-        named = [*self.schema.named_columns(), *names_in(self.schema)]
-        return self._is_among(column, named) or self.has_role(column)
+        return column in self._features or self.has_role(column)
 
     def has_role(self, column: str) -> bool:
         """Tells whether something may read a column for another purpose than `features.dense` or derived features."""
-        named = {*names_in(self.schema, {"dense", "derived"}), *names_in(self.source, {"rename"}), *self.roles}
-        return self._is_among(column, named)
+        return column in self._roles
 
-    @staticmethod
-    def _is_among(column: str, named: Iterable[str]) -> bool:
-        return any(fnmatch.fnmatchcase(column, text) or is_key(text, [column]) for text in named)
+    @cached_property
+    def _features(self) -> "_Mentions":
+        assert isinstance(self.schema, FeatureSchema)
+        return _Mentions.of([*self.schema.named_columns(), *names_in(self.schema)])
+
+    @cached_property
+    def _roles(self) -> "_Mentions":
+        other = [*names_in(self.schema, {"dense", "derived"}), *names_in(self.source, {"rename", "path"})]
+        return _Mentions.of([*other, *self.roles])
 
     @property
     def repeat_seconds(self) -> int:
@@ -132,6 +136,30 @@ class SourceContext:
             where: Config key of the pattern.
         """
         return find_files(pattern, self.root, where, self.warehouse.config.catalog)
+
+
+@dataclass(frozen=True)
+class _Mentions:
+    """What texts of a config may mean: columns, patterns of columns, or keys of maps.
+
+    Example:
+        >>> mentions = _Mentions.of(["ids_7", "cat_*"])
+        >>> [name in mentions for name in ("ids", "cat_user", "cat")]
+        [True, True, False]
+    """
+
+    names: frozenset[str]
+    patterns: re.Pattern[str]
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Self:
+        names = frozenset(texts)
+        patterns = sorted(name for name in names if not {*"*?["}.isdisjoint(name))
+        maps = {one for one in map(map_of, names) if one is not None}
+        return cls(names | maps, re.compile("|".join(map(fnmatch.translate, patterns)) or "(?!)"))
+
+    def __contains__(self, column: str) -> bool:
+        return column in self.names or self.patterns.fullmatch(column) is not None
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def _say_source(workspace: Workspace, context: SourceContext) -> None:
 def make_source_context(workspace: Workspace) -> SourceContext:
     """Returns the run's source with all that reading it needs."""
     config, logs = workspace.config, workspace.home / "logs"
-    roles = frozenset(names_in(config, {"features", "source", "events", "skip"}))
+    roles = frozenset(names_in(config, {"features", "source", "events", "skip", "path"}))
     return SourceContext(
         config.source, config.features, workspace.warehouse, config.name, ROOT, logs,
         memory_bytes=config.ingest.memory_bytes, repeat_days=config.ingest.repeat_days, roles=roles,
