@@ -285,19 +285,16 @@ class Tracker:
         except (MlflowException, OSError) as error:
             if is_unreachable(error) or is_disk_error(error):
                 raise
+            run = self.find_run(run_id)
+            if run is not None and run.info.status == "FINISHED":  # another may have logged no file yet
+                require_folder(f"MLflow run '{run_id}'", run.info.artifact_uri)
             raise RegistryError(
                 f"MLflow run '{run_id}'", f"one with {path}", "none", "Name a run of a finished training."
             ) from None
 
     def _read_text(self, run_id: str, path: str) -> str:
         with ScratchFolder("dlrm-artifact-") as folder:  # MLflow's load_text asks the server of the whole process
-            try:
-                return Path(self.client.download_artifacts(run_id, path, str(folder))).read_text(encoding="utf-8")
-            except (MlflowException, OSError):
-                run = self.client.get_run(run_id).info
-                if run.status == "FINISHED":  # another may have logged no file yet
-                    require_folder(f"MLflow run '{run_id}'", run.artifact_uri)
-                raise
+            return Path(self.client.download_artifacts(run_id, path, str(folder))).read_text(encoding="utf-8")
 
     def find_run(self, run_id: str) -> Run | None:
         """Returns MLflow's record of a run. None: there is none."""

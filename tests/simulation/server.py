@@ -80,7 +80,7 @@ class Server:
 
     def _create_run(self, experiment: str, run_name: str, tags: Mapping[str, str]) -> Any:
         run_id = f"run{next(self.numbers)}"
-        info = SimpleNamespace(run_id=run_id, status="RUNNING", run_name=run_name)
+        info = SimpleNamespace(run_id=run_id, status="RUNNING", run_name=run_name, artifact_uri=f"sim:/{run_id}")
         self.runs[run_id] = SimpleNamespace(info=info, data=SimpleNamespace(tags=dict(tags), metrics={}))
         return self.runs[run_id]
 
