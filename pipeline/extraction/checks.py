@@ -1,7 +1,6 @@
 """Checks a day before it is written: by itself, against the days before it, and against its version in the table."""
 
 import datetime
-import fnmatch
 import math
 import statistics
 from collections import Counter
@@ -15,7 +14,7 @@ from pydantic import BaseModel
 from pipeline.data.profile import add_drift
 from pipeline.errors import DataError
 from pipeline.extraction.absolute import find_constant, find_future, find_one_label
-from pipeline.extraction.config import ChecksConfig, Rule, Verdict
+from pipeline.extraction.config import ChecksConfig, Rule, Verdict, matches_any
 from storage.reader import DAY
 
 Outcome = Literal["stored", "ok", "warn", "quarantine", "fail"]
@@ -199,7 +198,7 @@ def _find_absolute(
         if not 0.0 < (_rate(before.get(day, {}), label) or 0.0) < 1.0:  # else `losses` compares the labels
             broken += find_one_label(day, labels, known.open, known.has_table)
         for name in sorted(columns.keys() - seen - {label}):
-            if _matches(name, known.features) and not config.skips(name):
+            if matches_any(name, known.features) and not config.skips(name):
                 broken += find_constant(name, [other[name] for other in new.values() if name in other])
                 seen.add(name)  # one finding for all days
         found[day] = [
@@ -208,10 +207,6 @@ def _find_absolute(
             if (outcome := config.outcome(rule)) != "off"
         ]
     return found
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def columns_of_day(statistics: pa.Table) -> Columns:
@@ -295,7 +290,7 @@ def _findings(
         if not config.skips(name):
             known = [before[name] for before in past if name in before and before[name]["present"]]
             for rule, expected, got in _of_column(new.get(name), known, config, span):
-                if rule != "drift" or _matches(name, read):
+                if rule != "drift" or matches_any(name, read):
                     yield from finding(rule, expected, got, name)
 
 

@@ -307,6 +307,11 @@ class SourceConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
         return [] if self.outcomes is None else self.outcomes.columns(label)
 
 
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Tells whether a name is one of some names or patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def names_in(value: object, without: Collection[str] = ()) -> Iterator[str]:
     """Yields all texts in the values of a config, and the words in them: they may name columns.
 
@@ -409,7 +414,7 @@ class ChecksConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
     def skips(self, column: str) -> bool:
         """Tells whether `skip` names a column."""
-        return any(fnmatch.fnmatchcase(column, pattern) for pattern in self.skip)
+        return matches_any(column, self.skip)
 
 
 class IngestConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

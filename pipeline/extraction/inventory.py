@@ -4,7 +4,6 @@ The inventory is a cache in the home. Without it, or with a part of it, an inges
 """
 
 import datetime
-import fnmatch
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -20,7 +19,7 @@ from pipeline.data.formats.files import SourceFile, Stamp, stamp
 from pipeline.data.formats.reading import count_rows_of
 from pipeline.data.formats.types import FILE, NOTHING
 from pipeline.errors import DataError
-from pipeline.extraction.config import EventTable, SourceConfig
+from pipeline.extraction.config import EventTable, SourceConfig, matches_any
 from pipeline.extraction.join import KEY, LEFT_OUT, OUTCOMES, REASON, SHOWN
 from pipeline.extraction.opening import (
     KnownTypes,
@@ -187,7 +186,7 @@ class _Learner:
         stored = {*warehouse.table(table).schema().as_arrow().names} if lost and warehouse.has_table(table) else set()
         chosen = ("*",) if events is None else events.columns
         return lost and any(
-            name not in stored and kind != NOTHING and is_storable(kind) and _is_chosen(name, chosen)
+            name not in stored and kind != NOTHING and is_storable(kind) and matches_any(name, chosen)
             for name, kind in self.known.types.rows.items()
         )
 
@@ -343,7 +342,7 @@ class _Learner:
         chosen = ("*",) if context.events is None else context.events.columns
 
         def matters(name: str) -> bool:
-            return name in deciding or "*" in deciding or (name not in stored and _is_chosen(name, chosen))
+            return name in deciding or "*" in deciding or (name not in stored and matches_any(name, chosen))
 
         other = [name for name in _differing(known.rows, found.rows) if matters(name)]
         if (logs := context.source.outcomes) is not None:
@@ -364,10 +363,6 @@ def _deciding(context: SourceContext) -> set[str]:
     return {name for name in found if name is not None} | (
         {source.outcomes.on, source.outcomes.feature_time} if source.outcomes else set()
     )
-
-
-def _is_chosen(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _differing(known: Mapping[str, str], found: Mapping[str, str]) -> list[str]:

@@ -18,7 +18,7 @@ import duckdb
 import pyarrow as pa
 
 from pipeline.data.formats.files import SourceFile, address_of, find_files, folder_values, form_of
-from pipeline.data.formats.reading import Decoder, ReadableFile, damage_behind, explained, first_line, readable_names
+from pipeline.data.formats.reading import Decoder, ReadableFile, explain, explained, first_line, readable_names
 from pipeline.data.formats.sample import choose_sample
 from pipeline.data.formats.types import FILE, ISO_DATE, ROW
 from pipeline.errors import ConfigError, DataError
@@ -35,10 +35,9 @@ from pipeline.extraction.samples import (
 from pipeline.extraction.sources import create_view, join_side_tables
 from pipeline.transforms.schema import FeatureSchema
 from storage.arrow import is_list, is_text
-from storage.errors import is_shortage, machine_lacks
 from storage.keys import map_of
 from storage.names import Format
-from storage.objects import ObjectFile, store_failure
+from storage.objects import ObjectFile
 from storage.query import column_types, connect
 from storage.scratch import ScratchFolder
 from storage.warehouse import Warehouse
@@ -446,19 +445,14 @@ def _connection(files: Sequence[ReadableFile], context: SourceContext) -> Iterat
     ):
         try:
             yield connection
+        except duckdb.OutOfMemoryException as error:
+            raise DataError(
+                "memory of the ingest", f"rows that fit into {limits['memory_limit']} of memory", first_line(error),
+                "Raise ingest.memory_bytes, or ingest fewer days at once.",
+            ) from error  # fmt: skip
         except (duckdb.Error, UnicodeDecodeError) as error:
-            if (lost := store_failure(error)) is not None:
-                raise lost from error
-            if is_shortage(error):
-                raise machine_lacks("rows of the source", error) from error
-            if (damage := damage_behind(error, files, warehouse.config.catalog)) is not None:
-                raise damage from error
-            if isinstance(error, duckdb.OutOfMemoryException):
-                raise DataError(
-                    "memory of the ingest", f"rows that fit into {limits['memory_limit']} of memory", first_line(error),
-                    "Raise ingest.memory_bytes, or ingest fewer days at once.",
-                ) from error  # fmt: skip
-            raise DataError("rows of the source", "readable values", first_line(error), "Correct the files.") from error
+            catalog = warehouse.config.catalog
+            raise explain(error, "rows of the source", "Correct the files.", files, catalog) from error
 
 
 def _find_files(context: SourceContext, report: Report) -> tuple[list[SourceFile], list[SourceFile]]:

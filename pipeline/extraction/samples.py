@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import duckdb
 
+from pipeline.data.formats.reading import SHOWN_LETTERS
 from pipeline.data.formats.types import FILE, ISO_DAY, NOTHING, ROW, as_text, fits_text, is_decimal, is_number
 from pipeline.errors import ConfigError, DataError
 from pipeline.extraction.config import EventTable, LabelColumns, SourceConfig, refuse_outcomes
@@ -31,8 +32,6 @@ _INTS = {
 }
 ANONYMOUS = "__anonymous"
 """Column of the view of events: whether a row lacks a key."""
-SHOWN_LETTERS = 100
-"""Of a value in an error."""
 MISFITS = "__misfits"
 """Column of the view: values that would change in the table, whose types stay, as {column, value}, among nulls.
 

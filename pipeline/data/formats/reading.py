@@ -47,7 +47,7 @@ _SCHEMAS = """
     FROM (SELECT *, row_number() OVER () AS place FROM parquet_schema(?)) GROUP BY file_name
 """
 SHOWN_LETTERS = 100
-"""Of a line of CSV, in an error."""
+"""Of a value, or of a line of CSV, in an error."""
 OF_DAMAGE = (duckdb.Error, pa.ArrowException, OSError, UnicodeDecodeError)
 NOT_OF_DAMAGE = (
     duckdb.OutOfMemoryException, duckdb.ConversionException, duckdb.BinderException, duckdb.ParserException,
@@ -297,21 +297,27 @@ def explained(
     try:
         yield
     except (duckdb.Error, pa.ArrowException, OSError, RuntimeError, UnicodeDecodeError) as error:
-        if (lost := store_failure(error)) is not None:
-            raise lost from error
-        if isinstance(error, duckdb.OutOfMemoryException):
-            remedy = "Raise ingest.memory_bytes, or read fewer files at once."
-            raise DataError(where, "rows that fit into DuckDB's memory", first_line(error), remedy) from error
-        if is_shortage(error):
-            raise machine_lacks(where, error) from error
-        if (damage := damage_behind(error, files, properties)) is not None:
-            raise damage from error
-        unicode = isinstance(error, UnicodeDecodeError) or ("Invalid unicode" in f"{error}" and "CSV" not in f"{error}")
-        reason = "text that is not UTF-8" if unicode else first_line(error)
-        raise DataError(where, "readable values", reason, remedy) from error
+        raise explain(error, where, remedy, files, properties) from error
 
 
-def damage_behind(
+def explain(
+    error: Exception, where: str, remedy: str, files: Sequence[ReadableFile], properties: Mapping[str, str]
+) -> ContractError:
+    """Returns our error for one of DuckDB or Arrow about rows. Arguments as of `explained`."""
+    if (lost := store_failure(error)) is not None:
+        return lost
+    if isinstance(error, duckdb.OutOfMemoryException):
+        remedy = "Raise ingest.memory_bytes, or read fewer files at once."
+        return DataError(where, "rows that fit into DuckDB's memory", first_line(error), remedy)
+    if is_shortage(error):
+        return machine_lacks(where, error)
+    if (damage := _damage_behind(error, files, properties)) is not None:
+        return damage
+    unicode = isinstance(error, UnicodeDecodeError) or ("Invalid unicode" in f"{error}" and "CSV" not in f"{error}")
+    return DataError(where, "readable values", "text that is not UTF-8" if unicode else first_line(error), remedy)
+
+
+def _damage_behind(
     error: Exception, files: Sequence[ReadableFile], properties: Mapping[str, str]
 ) -> ContractError | None:
     """Returns what an error about rows may not say: which Parquet file is damaged. None: it is about something else."""
