@@ -70,7 +70,7 @@ test: setup  ## run the fast tests, which need no extra
 test-slow: setup  ## run one slow test for each promise, and the tests that need extras
 	@$(TEST) --dist loadfile --no-loadscope-reorder -m '(slow or extra) and not nightly and not gpu' --timeout=900 --durations=25
 
-test-all: setup  ## run every test that needs no GPU; fails if a fast test takes over 3 seconds
+test-all: setup  ## run every test that needs no GPU; fails if a fast test takes over 3 seconds of processor time
 	@$(TEST) -m 'not gpu' --timeout=900 --fast-seconds=3
 
 ON_A_DEVICE = test_trainer.py test_restore.py test_step.py test_learner.py test_metrics.py test_options.py state/test_checkpoint.py
