@@ -20,7 +20,7 @@ MODEL ?= demo
 SERVE_PORT ?= 5001
 PROCESSES ?= 1
 # For deploy: concurrent trainings, and whether an ingest starts a training. Empty keeps the current setting.
-TRAININGS ?= 1
+TRAININGS ?=
 CHAIN ?=
 SCHEDULES ?= 100000
 MINUTES ?= 10
@@ -110,7 +110,7 @@ serve-mlflow: setup  ## the same with MLflow's own server, which does not follow
 		$(VENV)/bin/mlflow models serve -m "models:/$(MODEL)@champion" --env-manager local --host 127.0.0.1 --port $(SERVE_PORT)
 
 deploy: setup  ## set up the server of `make ui`, or that at PREFECT_API_URL; CHAIN=true trains after each ingest
-	@$(RUN) -m flows.deploy $(if $(CHAIN),chain=$(CHAIN)) trainings=$(TRAININGS)
+	@$(RUN) -m flows.deploy setup $(if $(CHAIN),chain=$(CHAIN)) $(if $(TRAININGS),trainings=$(TRAININGS))
 
 worker: setup  ## run a worker for the deployments of the server of `make ui`, or of that at PREFECT_API_URL
 	@$(RUN) -m flows.runtime.access $(VENV)/bin/prefect worker start --pool dlrm

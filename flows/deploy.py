@@ -1,234 +1,185 @@
-"""Sets up a running Prefect server for the flows: work pool, queues, deployments and automations. Safe to repeat.
+"""Deploys configs: what runs on a Prefect server, and when. Safe to repeat.
 
-Not a Prefect flow: flows run on what it sets up.
+    dlrm deploy                                     lists what is deployed, with schedules and next runs
+    dlrm deploy configs/mine.yaml cron="0 5 * * *"  runs the config every morning, as recurring/mine
+    dlrm deploy remove recurring/mine               removes that
+    dlrm deploy setup                               prepares the server: work pool, queues, automations, all flows
+
+With a config: `flow` (recurring), `cron`, `timezone` (UTC), `name` (the file's), `take_over` (false), parameters of the
+flow and config keys. With setup: `trainings`, `chain`, `silent_seconds`, `pending_seconds`; without, they stay.
+
+Not a Prefect flow: flows run on what it sets up. The server is that of `make ui`, or that of PREFECT_API_URL.
 """
 
+import inspect
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import yaml
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import StateType
-from prefect.events.actions import ChangeFlowRunState, RunDeployment
-from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
-from prefect.exceptions import ObjectNotFound
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from prefect.settings import PREFECT_API_AUTH_STRING
+from pydantic import BaseModel
 
+from flows.deployments.deployment import (
+    OF_CONFIG,
+    OWNER,
+    POOL,
+    describe_schedule,
+    find_flow,
+    has_worker,
+    list_deployments,
+    owner,
+    parse_schedule,
+    put_deployment,
+    remove_deployment,
+    require_ours,
+    set_schedule,
+)
+from flows.deployments.profile import write_profile
+from flows.deployments.setup import Settings, parse, prepare, set_up
 from flows.runtime.access import authenticated, require_server
+from flows.runtime.cli import check_types, describe_error
+from flows.runtime.cli import parse as parse_parameters
 from flows.runtime.console import TAG
-from flows.runtime.environment import set_environment
+from flows.runtime.environment import keep_private, set_environment
+from pipeline.config import load
 from pipeline.config.files import ROOT, home_path
-from pipeline.errors import ConfigError, ContractError
-
-POOL = "dlrm"
-QUEUES = {"default": "everything but trainings", "training": "flows that train, up to the queue's limit at a time"}
-"""Queue of the pool -> description of its runs."""
-HANDED = ("Pending", "Submitting", "InfrastructurePending")
-"""States of a run that a worker has taken and not started."""
-ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
-WAITING = ("Scheduled", "Late", "AwaitingRetry", "AwaitingConcurrencySlot", "Paused", "Suspended")
-"""States of a run that has ended, or that no worker is meant to hold."""
-SILENT, STUCK, CHAINED = "dlrm: runs that fell silent", "dlrm: runs that never began", "dlrm: train after ingest"
+from pipeline.errors import ConfigError
 
 
-class Settings(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Options of `flows.deploy`."""
+class Options(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Options of `dlrm deploy CONFIG`."""
 
-    trainings: PositiveInt = 1
-    """Maximum number of concurrent runs in the queue `training`. Two runs of one model never train at once."""
-    chain: bool | None = None
-    """Whether a completed ingest starts a training of its config. None keeps the setting, which is off at first."""
-    silent_seconds: int = Field(default=90, ge=10)
-    """A run without a heartbeat for this long is marked CRASHED. The default is three heartbeats."""
-    pending_seconds: int = Field(default=600, ge=10)
-    """A run that a worker took and did not start within this time is marked CRASHED."""
+    flow: str = "recurring"
+    """The flow that runs the config."""
+    cron: str | None = None
+    """When it runs: minute, hour, day of month, month, day of week. None keeps the schedule that is there."""
+    timezone: str = "UTC"
+    """Of `cron`, such as Europe/Berlin."""
+    name: str | None = None
+    """Name of the deployment. None takes that of the file."""
+    take_over: bool = False
+    """Replaces a deployment of that name that somebody else has made, or that runs another config."""
 
 
-def automations(settings: Settings, training: Any) -> list[AutomationCore]:
-    """Returns what the server does by itself.
+def deploy_config(client: SyncPrefectClient, path: str, words: Sequence[str]) -> dict[str, Any]:
+    """Makes the deployment of a config, and sets its schedule if one is given.
 
-    Args:
-        training: Id of the deployment that a completed ingest starts.
+    Returns:
+        Its name, schedules and whether a worker is there to run it.
+
+    Raises:
+        ConfigError: If an argument or the config is wrong, or the name is taken.
     """
-    return [
-        AutomationCore(
-            name=SILENT,
-            description="Marks a run CRASHED when its heartbeats stop, and frees its slot. Its process is gone.",
-            trigger=_missing(
-                ["Running", "heartbeat"],  # a run may be killed before its first heartbeat has arrived
-                ["heartbeat", *ENDED, *WAITING],
-                timedelta(seconds=settings.silent_seconds),
-            ),
-            actions=[_crashed(f"No heartbeat for {settings.silent_seconds} seconds: its process or machine is gone.")],
-        ),
-        AutomationCore(
-            name=STUCK,
-            description="Marks a run CRASHED when its worker died before starting it, and frees its slot.",
-            trigger=_missing(
-                HANDED,
-                # The server can lose an event while its database is locked. There are many heartbeats, so one arrives.
-                [*HANDED, "Running", "heartbeat", "Cancelling", *ENDED, *WAITING],
-                timedelta(seconds=settings.pending_seconds),
-            ),
-            actions=[_crashed(f"PENDING for {settings.pending_seconds} seconds: the worker that took it is gone.")],
-        ),
-        AutomationCore(
-            name=CHAINED,
-            description="Trains the config of each completed ingest deployment. A finished training is skipped.",
-            enabled=bool(settings.chain),
-            trigger=EventTrigger(
-                expect={"prefect.flow-run.Completed"},
-                match={"prefect.resource.id": "prefect.flow-run.*"},
-                # The ingest inside an end-to-end run has no deployment. Its training follows anyway.
-                match_related=[
-                    {"prefect.resource.role": "flow", "prefect.resource.name": "ingest"},
-                    {"prefect.resource.role": "deployment", "prefect.resource.id": "prefect.deployment.*"},
-                ],
-                posture=Posture.Reactive,
-                threshold=1,
-            ),
-            actions=[RunDeployment(source="selected", deployment_id=training, parameters=_same("config", "overrides"))],
-        ),
-    ]
+    own = {word for word in words if word.partition("=")[0] in Options.model_fields}
+    options = parse(sorted(own), Options)
+    module, name = options.flow.replace("-", "_"), options.name or Path(path).stem
+    flow = find_flow(module)
+    rest = [word for word in words if word not in own]
+    known = [one for one in inspect.signature(flow.fn).parameters if one not in ("config", "overrides")]
+    overrides, parameters = parse_parameters(rest, known)
+    check_types(parameters, flow.fn)
+    config = load(path, overrides)
+    if module == "recurring":
+        from pipeline.jobs.recurring.day import require_hash_split  # the flow has loaded it
 
-
-def _missing(after: Sequence[str], expected: Sequence[str], within: timedelta) -> EventTrigger:
-    """Fires for a run of ours with an event in `after` that is not followed by one in `expected` in time.
-
-    Runs of other projects on the same server may send no heartbeats, and are left alone.
-    """
-    return EventTrigger(
-        after={f"prefect.flow-run.{name}" for name in after},
-        expect={f"prefect.flow-run.{name}" for name in expected},
-        match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related={"prefect.resource.role": "tag", "prefect.resource.id": f"prefect.tag.{TAG}"},
-        for_each={"prefect.resource.id"},
-        posture=Posture.Proactive,
-        threshold=1,
-        within=within,
-    )
-
-
-def _crashed(message: str) -> ChangeFlowRunState:
-    return ChangeFlowRunState(state=StateType.CRASHED, message=message)
-
-
-def _same(*names: str) -> dict[str, Any]:
-    """Passes on parameters of the run that triggers the automation. A missing one becomes an empty mapping."""
-    templates = {name: f"{{{{ flow_run.parameters.{name} | default({{}}, true) | tojson }}}}" for name in names}
+        require_hash_split(config.split)
+    schedule = None if options.cron is None else parse_schedule(options.cron, options.timezone)
+    place, present = _portable(path), list_deployments(client)
+    if (taken := present.get(f"{flow.name}/{name}")) is not None and not options.take_over:
+        require_ours(taken, f"{flow.name}/{name}", place)
+    if POOL not in [one.name for one in client.read_work_pools()]:
+        prepare(client, Settings())
+    given = {"config": place, **({"overrides": overrides} if overrides else {}), **parameters}
+    tags = [TAG, OF_CONFIG, f"{OWNER}{owner()}"]
+    full = put_deployment(client, name, module, given, f"Runs {place}. Made by `dlrm deploy`.", tags, present)
+    if schedule is not None:
+        set_schedule(client, client.read_deployment_by_name(full), schedule)
+    found = client.read_deployment_by_name(full)
     return {
-        name: {"__prefect_kind": "json", "value": {"__prefect_kind": "jinja", "template": template}}
-        for name, template in templates.items()
+        "deployment": full,
+        "config": place,
+        "schedules": [describe_schedule(one, found.paused) for one in found.schedules],
+        "worker": has_worker(client),
     }
 
 
-def deploy(settings: Settings) -> list[str]:
-    """Creates or updates everything on the server at PREFECT_API_URL, or on that of this home.
+def _portable(path: str) -> str:
+    """Returns a config's path as any checkout of this project finds it, or else as this machine does."""
+    full = next((one for one in (Path.cwd() / path, ROOT / path) if one.exists()), Path(path)).resolve()
+    return str(full.relative_to(ROOT)) if full.is_relative_to(ROOT) else str(full)
+
+
+def run(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Does what the words say, on the server at PREFECT_API_URL or on that of this home.
 
     Returns:
-        A line for each thing done.
+        Lines for people, and the result.
 
     Raises:
-        ConfigError: If there is no server, it takes no authentication of ours, or Prefect refuses the deployments.
+        ConfigError: If a word is wrong, there is no server, or it takes no authentication of ours.
     """
+    action, rest = (words[0], words[1:]) if words else ("list", [])
+    settings = parse(rest, Settings) if action == "setup" else Settings()
+    if "=" in action:
+        remedy = 'Such as dlrm deploy configs/mine.yaml cron="0 5 * * *", or dlrm deploy setup trainings=2.'
+        raise ConfigError("command line", "a config, or one of setup, remove and list, first", f"'{action}'", remedy)
     home = home_path(".dlrm")
-    with authenticated(require_server(home), home), get_client(sync_client=True) as client:
-        done = [_pool(client), *(_queue(client, name, settings) for name in QUEUES)]
-        done += _deployments()
-        training = client.read_deployment_by_name("train/after-ingest").id
-        done += [_automation(client, one, settings) for one in automations(settings, training)]
-    return done
+    address = require_server(home)
+    with authenticated(address, home), get_client(sync_client=True) as client:
+        note = write_profile(home, address, PREFECT_API_AUTH_STRING.value())
+        if action == "setup":
+            done = set_up(client, settings)
+            return [*done, note], {"done": done}
+        if action == "remove":
+            if len(rest) != 1:
+                raise ConfigError("command line", "one name behind remove", " ".join(rest) or "none", "Give one.")
+            name = remove_deployment(client, rest[0])
+            return [f"removed {name} and its schedules; its past runs stay"], {"removed": name}
+        if action == "list":
+            return _list(client)
+        found = deploy_config(client, action, rest)
+    name = found["deployment"]
+    lines = [f"deployment {name} runs {found['config']}"]
+    lines += [f"schedule     {one}" for one in found["schedules"]] or ['no schedule: add one with cron="0 5 * * *"']
+    lines += [f"run it now   prefect deployment run {name}", f"stop it      dlrm deploy remove {name}", note]
+    lines += [] if found["worker"] else ["warning: no worker takes its runs. Start one: make worker"]
+    return lines, found
 
 
-def _pool(client: SyncPrefectClient) -> str:
-    """Creates the work pool. An existing one keeps its type."""
-    try:
-        kind = client.read_work_pool(POOL).type
-    except ObjectNotFound:
-        kind = client.create_work_pool(WorkPoolCreate(name=POOL, type="process")).type
-    return f"work pool {POOL} ({kind})"
-
-
-def _queue(client: SyncPrefectClient, name: str, settings: Settings) -> str:
-    limit = settings.trainings if name == "training" else None
-    try:
-        queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
-    except ObjectNotFound:
-        queue = client.create_work_queue(name, work_pool_name=POOL)
-    client.update_work_queue(queue.id, description=QUEUES[name], concurrency_limit=limit)
-    return f"queue {name}, {limit or 'any number'} at a time"
-
-
-def _deployments() -> list[str]:
-    """Runs `prefect deploy --all`, which reads prefect.yaml."""
-    if not (ROOT / "prefect.yaml").exists():
-        raise ConfigError(
-            f"prefect.yaml in '{ROOT}'", "the project's file of deployments", "none",
-            "Deploy from a checkout of the project; an installed package has no deployments.",
-        )  # fmt: skip
-    program = Path(sys.executable).parent / "prefect"
-    done = subprocess.run(
-        [str(program), "--no-prompt", "deploy", "--all"], cwd=ROOT, env=os.environ | {"PWD": str(ROOT)},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        reason = " ".join((done.stderr + done.stdout).split())[-500:]
-        raise ConfigError("prefect.yaml", "deployments that Prefect accepts", reason, "Correct it, then deploy again.")
-    return [f"deployments of {ROOT / 'prefect.yaml'}"]
-
-
-def _automation(client: SyncPrefectClient, wanted: AutomationCore, settings: Settings) -> str:
-    """Creates the automation, or replaces the one of that name."""
-    found = client.read_automations_by_name(wanted.name)
-    if found and (wanted.name != CHAINED or settings.chain is None):  # keep what was switched in the UI
-        wanted = wanted.model_copy(update={"enabled": found[0].enabled})
-    if found:
-        client.update_automation(found[0].id, wanted)
-    else:
-        client.create_automation(wanted)
-    return f"automation '{wanted.name}' ({'on' if wanted.enabled else 'off'})"
-
-
-def parse(words: Sequence[str]) -> Settings:
-    """Parses key=value words into settings.
-
-    Raises:
-        ConfigError: If a word is not a setting. It names the word.
-    """
-    values = {key: yaml.safe_load(text) for key, _, text in (word.partition("=") for word in words)}
-    for key in values:
-        if key not in Settings.model_fields:
-            raise ConfigError(
-                f"argument '{key}'", f"one of {', '.join(Settings.model_fields)}", f"'{key}'", "Correct it."
-            )
-    try:
-        return Settings.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        expected = first["msg"].removeprefix("Input should be ")
-        raise ConfigError(f"argument '{first['loc'][0]}'", expected, f"{first['input']!r}", "Correct it.") from None
+def _list(client: SyncPrefectClient) -> tuple[list[str], dict[str, Any]]:
+    """Lists deployments of configs and those with a schedule, and counts the others."""
+    present = list_deployments(client)
+    shown = {name: one for name, one in present.items() if OF_CONFIG in one.tags or one.schedules}
+    width = max(map(len, shown), default=0)
+    lines, rows = [], []
+    for name, one in shown.items():
+        schedules = [describe_schedule(schedule, one.paused) for schedule in one.schedules]
+        rows.append({"deployment": name, "config": one.parameters.get("config"), "schedules": schedules})
+        lines.append(f"{name:<{width}}  {one.parameters.get('config')}  {'; '.join(schedules) or 'no schedule'}")
+    others = len(present) - len(shown)
+    lines += [f"{others} others have no schedule: they run when somebody starts them"] if others else []
+    lines = lines or ["nothing is deployed. Such as: dlrm deploy configs/mine.yaml"]
+    return lines, {"deployments": rows}
 
 
 def main(words: Sequence[str]) -> int:
     """Deploys, prints what it did and, as the last line, one JSON object."""
     try:
-        done = deploy(parse(words))
-    except ContractError as error:
-        print(f"error: {error}", file=sys.stderr)
-        print(json.dumps({"status": "failed", "error": str(error)}))
+        lines, result = run(words)
+    except Exception as error:
+        text = describe_error(error, debug=False)
+        print(f"error: {text}", file=sys.stderr)
+        print(json.dumps({"status": "failed", "error": text}))
         return 1
-    print("\n".join(done))
-    print(json.dumps({"status": "ok", "done": done}))
+    print("\n".join(lines))
+    print(json.dumps({"status": "ok"} | result))
     return 0
 
 
 if __name__ == "__main__":
     set_environment()
+    keep_private()
     sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,6 @@
 import contextlib
 import difflib
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -15,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from flows.runtime.access import HOST, SERVERS, VARIABLE, protect, read_secret, read_setting, secret_file, serving
+from flows.deployments.profile import leave_profile, write_profile
+from flows.runtime.access import HOST, SERVERS, protect, read_secret, read_setting, secret_file, serving
 from flows.runtime.environment import make_private
 from flows.runtime.front import run_main
 from flows.runtime.server import require_known_tables
@@ -51,9 +51,9 @@ def main(words: Sequence[str]) -> int:
         (home / "ui" / MLFLOW_ADDRESS).write_text(f"{address}\n", encoding="utf-8")  # links of runs lead there
         print(f"MLflow   {address}/#/experiments has the runs, {address}/#/models the models", flush=True)
         print(f"runs of {home}; its commands, `make deploy` and `make worker` find this server", flush=True)
+        print(write_profile(home, f"http://{HOST}:{prefect_port}/api", read_secret(home / "prefect")), flush=True)
+        marked.callback(leave_profile, home)
         print(f"for other homes: export PREFECT_API_URL=http://{HOST}:{prefect_port}/api", flush=True)
-        value = f"${SERVERS}" if own else f"$(cat {shlex.quote(str(secret_file(home / 'prefect')))})"
-        print(f'for the command prefect, also: export {VARIABLE}="{value}"', flush=True)
         print("Ctrl-C stops both", flush=True)
         while all(server.poll() is None for server in servers):
             time.sleep(0.5)
@@ -107,6 +107,7 @@ def commands(home: Path, prefect_port: int, mlflow_port: int) -> list[tuple[list
     databases = {name: os.environ.get(name, address) for name, address in databases.items()}
     prefect = {
         "PREFECT_HOME": str(home / "prefect"),
+        "PREFECT_PROFILE": "ephemeral",
         "PREFECT_API_DATABASE_CONNECTION_URL": databases["PREFECT_API_DATABASE_CONNECTION_URL"],
         "PREFECT_UI_API_URL": f"http://{HOST}:{prefect_port}/api",
     } | protect(read_secret(home / "prefect"), *(f"http://{name}:{prefect_port}" for name in NAMES))

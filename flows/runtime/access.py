@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from flows.runtime.environment import keep_private
+from flows.runtime.environment import keep_private, read_profile
 from pipeline.errors import ConfigError, ContractError
 
 VARIABLE = "PREFECT_API_AUTH_STRING"
@@ -175,10 +175,8 @@ def server_address() -> str | None:
 
 def read_setting(name: str) -> Any:
     """Returns a setting from the environment or from Prefect's settings, or None."""
-    if "prefect" not in sys.modules:  # otherwise settings may have changed in this process
-        profiles = Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser() / "profiles.toml"
-        if not profiles.is_file() or name.encode() not in profiles.read_bytes():
-            return os.environ.get(name) or None
+    if "prefect" not in sys.modules and name not in read_profile()[1]:  # otherwise this process may have changed it
+        return os.environ.get(name) or None
     import prefect.settings  # knows which profile is active
 
     return getattr(prefect.settings, name).value() or None

@@ -136,15 +136,15 @@ def describe(name: str) -> str:
 
 
 def parameters_of(name: str) -> list[str]:
-    """Returns the names of a flow's parameters.
+    """Returns the names of a flow's parameters. A command that is no flow has none.
 
     Example:
         >>> parameters_of("rollback")
         ['config', 'overrides']
     """
     module = _module(name)
-    [flow] = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    return [argument.arg for argument in flow.args.args]
+    flows = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return [argument.arg for flow in flows for argument in flow.args.args]
 
 
 def _module(name: str) -> ast.Module:

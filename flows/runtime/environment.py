@@ -3,8 +3,10 @@
 import logging
 import os
 import sys
+import tomllib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -30,6 +32,8 @@ ENVIRONMENT = {
 }
 """No telemetry, no pickles, patience with a starting server, impatience with an absent MLflow, plots without screen.
 Pydantic looks for plugins among all installed packages, 0.2 s in each process."""
+PROFILE = "dlrm"
+"""Begins the names of the Prefect profiles that we write; see `flows.deployments.profile`."""
 NOISY = ("alembic", "apprise", "httpx", "matplotlib", "pyiceberg", "torch.fx._symbolic_trace", "urllib3")
 """Loggers with lines that say nothing to the user."""
 
@@ -38,6 +42,31 @@ def set_environment() -> None:
     """Sets the variables that are not set yet."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if "PREFECT_PROFILE" not in os.environ and is_own_profile(read_profile()[0]):
+        os.environ["PREFECT_PROFILE"] = "ephemeral"  # a command finds the server of its own home, and no other
+
+
+def profiles_file() -> Path:
+    """Returns the file with the user's Prefect profiles."""
+    folder = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
+    return Path(os.environ.get("PREFECT_PROFILES_PATH") or folder / "profiles.toml").expanduser()
+
+
+def read_profile() -> tuple[str, dict[str, Any]]:
+    """Returns name and settings of the user's active Prefect profile. Without a file, or with a damaged one: none."""
+    try:
+        content = tomllib.loads(profiles_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "", {}
+    name = os.environ.get("PREFECT_PROFILE") or f"{content.get('active', '')}"
+    settings = content.get("profiles", {})
+    found = settings.get(name, {}) if isinstance(settings, dict) else {}
+    return name, found if isinstance(found, dict) else {}
+
+
+def is_own_profile(name: str) -> bool:
+    """Whether a Prefect profile is one that we write."""
+    return name == PROFILE or name.startswith(f"{PROFILE}-")
 
 
 def read_umask() -> int:

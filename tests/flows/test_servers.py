@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -258,6 +259,10 @@ class Deployed:
     def state(self, run: str) -> str:
         return self.ask(f"/flow_runs/{run}")["state_type"]
 
+    def history(self, run: str) -> list[str]:
+        """Returns the names of the states that a run has had."""
+        return [one["name"] for one in self.ask(f"/flow_run_states/?flow_run_id={run}")]
+
     def training(self, run: str) -> str:
         """Returns the state of the training inside an end-to-end run."""
         found = self.ask(
@@ -276,10 +281,11 @@ class Deployed:
         return "\n".join([*states, *self.said("")[::-1], (self.folder / "worker.log").read_text()[-4000:]])
 
     @contextmanager
-    def worker(self) -> Iterator[subprocess.Popen]:
+    def worker(self, **more: str) -> Iterator[subprocess.Popen]:
+        """A worker, with further variables."""
         log = self.folder / "worker.log"
         words = ("-m", "flows.runtime.access", str(BIN / "prefect"), "worker", "start", "--pool", "dlrm")
-        with running(sys.executable, *words, environment=self.settings, log=log) as one:
+        with running(sys.executable, *words, environment=self.settings | more, log=log) as one:
             yield one
 
 
@@ -292,7 +298,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     server.start()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "flows.deploy", "chain=true", "silent_seconds=55", "pending_seconds=60"], cwd=ROOT, env=server.settings,
+            [sys.executable, "-m", "flows.deploy", "setup", "chain=true", "silent_seconds=55", "pending_seconds=60"], cwd=ROOT, env=server.settings,
             capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -339,16 +345,69 @@ def test_a_zombie_is_found_its_slot_is_freed_and_the_next_run_starts(deployed):
         killed = time.monotonic()
         until(lambda: not any(map(lives, family)), seconds=30)
     with deployed.worker() as worker:
-        until(lambda: deployed.state(first) == "CRASHED")
-        assert time.monotonic() - killed < 3 * 30
+        until(lambda: "AwaitingRetry" in deployed.history(first))  # it was found, and waits for the slot of the second
+        assert time.monotonic() - killed < 120
+        assert "Crashed" in deployed.history(first)
         until(lambda: deployed.training(first) == "CRASHED")
         until(lambda: deployed.said("resumed at step"))
+        deployed.ask(f"/flow_runs/{first}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
         family = psutil.Process(worker.pid).children(recursive=True)
         assert any(one.name().startswith("dlrm rank") for one in family)
         deployed.ask(f"/flow_runs/{second}/set_state", {"state": {"type": "CANCELLING"}})
         until(lambda: not any(map(lives, family)))
         until(lambda: deployed.state(second) == "CANCELLED")
     until(lambda: deployed.state(pending) == "CRASHED")
+
+
+@pytest.mark.nightly
+def test_a_config_of_ones_own_runs_by_cron_and_again_after_a_kill(deployed, tmp_path):
+    """Deployed and started in shells without a variable. The worker has another checkout, and a home of its own."""
+    user, there = tmp_path / "user", tmp_path / "checkout"
+    shell = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "DLRM_"))}
+    shell |= {"HOME": str(user)}
+    own = tmp_path / "mine.yaml"
+    own.write_text(
+        f"base: {ROOT}/{SMOKE}\nname: mine\ntraining: {{world_size: 1, epochs: 200, checkpoint_every_steps: 5}}\n"
+    )
+
+    def dlrm(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.deploy", *words], cwd=ROOT, env=shell | {"DLRM_HOME": str(deployed.folder)},
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "(profile dlrm-" in dlrm(str(own), "flow=end_to_end", "cron=* * * * *")
+    for room in ("flows", "pipeline", "storage", "models", "configs"):
+        shutil.copytree(ROOT / room, there / room, ignore=shutil.ignore_patterns("__pycache__"))
+    with (there / "flows" / "__init__.py").open("a") as module:
+        module.write("\n__import__('pathlib').Path(__file__).with_name('imported').touch()\n")
+    secret = access.read_secret(deployed.folder / "prefect")
+    other = {"DLRM_HOME": str(tmp_path / "home"), "PYTHONPATH": str(there), "PREFECT_API_AUTH_STRING": secret}
+    checkpoints = lambda: list(tmp_path.glob("home/runs/mine-*/checkpoints/step-*"))  # noqa: E731
+    with deployed.worker(**other) as worker:
+        until(checkpoints)
+        assert (there / "flows" / "imported").exists()
+        [run] = [one["id"] for one in deployed.runs("end-to-end/mine") if one["state_type"] == "RUNNING"]
+        dlrm(str(own), "flow=end_to_end", "cron=0 5 * * *")
+        assert "schedule     0 5 * * * UTC, next " in dlrm(str(own), "flow=end_to_end")  # which keeps the schedule
+        for late in (one for one in deployed.runs("end-to-end/mine") if one["state_type"] == "SCHEDULED"):
+            deployed.ask(f"/flow_runs/{late['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+        family = psutil.Process(worker.pid).children(recursive=True)
+        for process in (worker, next(one for one in family if "prefect.engine" in one.cmdline())):
+            process.kill()
+        killed = time.monotonic()
+    with deployed.worker(**other):
+        until(lambda: deployed.history(run).count("Running") == 2)
+        assert time.monotonic() - killed < 120
+        until(lambda: deployed.said("resumed at step"))
+        deployed.ask(f"/flow_runs/{run}/set_state", {"state": {"type": "CANCELLING"}})
+        until(lambda: deployed.state(run) == "CANCELLED")
+    assert "removed end-to-end/mine" in dlrm("remove", "mine")
+    words = [str(BIN / "prefect"), "deployment", "run", "train/train", "--param", f"config={SMOKE}"]
+    done = subprocess.run(words, cwd=tmp_path, env=shell, capture_output=True, text=True, timeout=300)
+    assert "Created flow run" in done.stdout, done.stderr
 
 
 @pytest.mark.nightly

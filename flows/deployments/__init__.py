@@ -1,0 +1,1 @@
+"""What runs on a Prefect server, when, and how people and workers find it."""
