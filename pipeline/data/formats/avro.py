@@ -1,8 +1,19 @@
-"""Copies Avro files to Parquet. DuckDB's reader of Avro is an extension that it would download."""
+"""Copies Avro files to Parquet. DuckDB's reader of Avro is an extension that it would download.
+
+fastavro makes Python objects, which keep a processor for themselves. So a large file is copied by a process of its own:
+`python -m pipeline.data.formats.avro`.
+"""
 
 import contextlib
+import gc
 import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,10 +23,13 @@ import pyarrow.parquet as pq
 
 from pipeline.data.formats.csv import refuse_like_names
 from pipeline.data.formats.files import SourceFile, address_of
-from pipeline.errors import ConfigError, ContractError, DataError
+from pipeline.errors import ConfigError, ContractError, DataError, from_wire, to_wire
+from pipeline.processes.process import die_with_parent
 from storage.objects import open_file
 
 ROWS_AT_ONCE = 10_000
+LARGE_BYTES = 8_000_000
+"""Files from this size on are worth the start of a process, which takes half a second."""
 PRIMITIVE = {
     "null": pa.null(), "boolean": pa.bool_(), "int": pa.int32(), "long": pa.int64(), "float": pa.float32(),
     "double": pa.float64(), "bytes": pa.binary(), "string": pa.string(), "enum": pa.string(),
@@ -31,12 +45,42 @@ NUMBERS = ("int", "long", "float", "double")
 
 
 def copy_avro(file: SourceFile, copy: Path, properties: Mapping[str, str]) -> None:
-    """Copies an Avro file to Parquet, some rows at a time.
+    """Copies an Avro file to Parquet, some rows at a time. A large one is copied by a process of its own.
 
     Raises:
         ConfigError: If fastavro is not installed.
         DataError: If the file cannot be read.
     """
+    size = file.stat().st_size if isinstance(file, Path) else file.size
+    if size < LARGE_BYTES:
+        return _copy(file, copy, properties)
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], input=pickle.dumps((file, copy, dict(properties))),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}, capture_output=True,
+        preexec_fn=partial(die_with_parent, os.getpid()), check=False,
+    )  # fmt: skip
+    if done.stdout:
+        raise from_wire(json.loads(done.stdout))
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise DataError(
+            f"Avro file '{file.name}'", "a process that copies it", last,
+            "Run it again. If the kernel killed it, the machine lacks memory.",
+        )  # fmt: skip
+    return None
+
+
+def main() -> None:
+    """Copies the file that standard input names. Prints an error of ours as JSON."""
+    file, copy, properties = pickle.load(sys.stdin.buffer)  # of our parent
+    gc.disable()  # rows hold no circles
+    try:
+        _copy(file, copy, properties)
+    except ContractError as error:
+        print(json.dumps(to_wire(error)))
+
+
+def _copy(file: SourceFile, copy: Path, properties: Mapping[str, str]) -> None:
     if find_spec("fastavro") is None:
         raise ConfigError(
             f"Avro file '{file.name}'",
@@ -146,3 +190,7 @@ def _union(schema: Sequence[Any], name: str, named: dict[str, pa.DataType]) -> p
         shown = ", ".join(kind if isinstance(kind, str) else kind["type"] for kind in kinds)
         raise DataError(f"column '{name}' of Avro files", "one type", shown, "Write it with one type, or as a string.")
     return _type(kinds[0], name, named) if kinds else pa.null()
+
+
+if __name__ == "__main__":
+    main()

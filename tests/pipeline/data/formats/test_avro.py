@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.data.formats import avro
 from pipeline.data.formats.avro import copy_avro
 from pipeline.errors import ConfigError, DataError
 
@@ -214,3 +215,33 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, ingest: Any, monkeypatch: 
     monkeypatch.setitem(sys.modules, "fastavro", None)
     with pytest.raises(ConfigError, match=r"expected the package fastavro, got none. Run: make setup EXTRAS=avro"):
         ingest(source)
+
+
+def test_a_process_of_its_own_copies_the_same_and_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, damaged = tmp_path / "rows.avro", tmp_path / "damaged.avro"
+    write(file, ROWS, FIELDS)
+    damaged.write_bytes(file.read_bytes()[:-20])
+    errors, tables = [], []
+    for limit in (2**40, 0):
+        monkeypatch.setattr(avro, "LARGE_BYTES", limit)
+        avro.copy_avro(file, tmp_path / "copy.parquet", {})
+        tables.append(pq.read_table(tmp_path / "copy.parquet"))
+        with pytest.raises(DataError) as refused:
+            avro.copy_avro(damaged, tmp_path / "none.parquet", {})
+        errors.append(str(refused.value))
+    assert tables[0] == tables[1]
+    assert tables[0].num_rows == len(ROWS)
+    assert errors[0] == errors[1]
+
+
+def test_a_process_that_is_killed_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.avro"
+    write(file, ROWS, FIELDS)
+    monkeypatch.setattr(avro, "LARGE_BYTES", 0)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text("#!/bin/sh\nkill -9 $$\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(DataError, match="got exit code -9"):
+        avro.copy_avro(file, tmp_path / "copy.parquet", {})
