@@ -36,13 +36,32 @@ def flow(name: str, read: Callable[..., RunConfig] = load) -> Callable[[Callable
         read: Makes the flow's config of a file and overrides.
     """
     if without_prefect:
-        return lambda function: function
+        return explaining
     from flows.runtime.console import PrivateFlow
 
     def tell(given: Mapping[str, Any], error: Exception) -> None:
         notify_finished(name, given, error, read)
 
-    return lambda function: PrivateFlow(notify_at_end(name, try_again(function, tell), read), name=name)
+    return lambda function: PrivateFlow(notify_at_end(name, explaining(try_again(function, tell)), read), name=name)
+
+
+def explaining(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes errors of MLflow's client one sentence each, wherever in a command MLflow is asked."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not type(error).__module__.startswith(("mlflow.", "requests.")):
+                raise
+            from pipeline.registration.tracking import explain  # which has loaded MLflow, then
+
+            told = explain(error)
+            vars(told)["finished"] = getattr(error, "finished", [])  # people are told of both
+            raise told from None
+
+    return run
 
 
 def try_again(

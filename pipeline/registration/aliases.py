@@ -1,6 +1,7 @@
 """Champion and challenger: aliases of versions. Every move is recorded with its time, reason and previous version."""
 
 import datetime
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -9,9 +10,10 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import RegistryError
-from pipeline.registration.tracking import Tracker, is_not_found
+from pipeline.registration.tracking import Tracker, explain, is_denied
 from pipeline.registration.versions import FILES, TRAINED_FROM
 
+log = logging.getLogger("dlrm")
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
 MOVE = "mlflow.dlrm.move."
 """Prefix of the tags of a registered model that record moves. The time follows.
@@ -49,7 +51,7 @@ def find_holder(tracker: Tracker, name: str, alias: str = CHAMPION) -> int | Non
         return int(tracker.client.get_model_version_by_alias(name, alias).version)
     except MlflowException as error:
         # An unreachable MLflow does not mean that there is no champion.
-        if not is_not_found(error) and f"alias {alias} not found" not in error.message:
+        if f"alias {alias} not found" not in error.message and not tracker.lacks_model(name, error):
             raise
         return None
 
@@ -91,10 +93,33 @@ def move_alias(
         tracker.client.set_registered_model_tag(name, MOVE + now, done.model_dump_json())
         tracker.client.set_registered_model_alias(name, alias, str(version))
     if alias == CHAMPION and find_holder(tracker, name, CHALLENGER) == version:
-        tracker.client.delete_registered_model_alias(name, CHALLENGER)
+        end_challenge(tracker, name)
     if done is not None:
-        tracker.client.update_registered_model(name, describe_model(tracker, name))
+        try:
+            tracker.client.update_registered_model(name, describe_model(tracker, name))
+        except MlflowException as error:  # the alias has moved
+            log.warning("the page of model '%s' is not up to date: %s", name, explain(error))
     return done
+
+
+def end_challenge(tracker: Tracker, name: str) -> None:
+    """Takes the alias of the challenger away. Without the permission for that, gives it to the champion.
+
+    MLflow lets everybody who may edit a model set an alias, and those who may manage it remove one.
+    """
+    try:
+        tracker.client.delete_registered_model_alias(name, CHALLENGER)
+    except MlflowException as error:
+        champion = find_holder(tracker, name)
+        if not is_denied(error) or champion is None:
+            raise
+        tracker.client.set_registered_model_alias(name, CHALLENGER, str(champion))
+
+
+def find_challenger(tracker: Tracker, name: str) -> int | None:
+    """Returns the version that waits for a verdict. None: there is none; see `end_challenge`."""
+    version = find_holder(tracker, name, CHALLENGER)
+    return None if version is None or version == find_holder(tracker, name) else version
 
 
 def describe_model(tracker: Tracker, name: str) -> str:
@@ -104,7 +129,7 @@ def describe_model(tracker: Tracker, name: str) -> str:
     text = "No version is champion." if version is None else f"Version {version} is champion."
     if made is not None:
         text = f"Version {version} is champion since {_show_time(made)}, by the {made.by}: {made.reason}"
-    challenger = find_holder(tracker, name, CHALLENGER)
+    challenger = find_challenger(tracker, name)
     lines = [text if challenger is None else f"{text} Challenger: version {challenger}.", ""]
     lines += ["| moved at | alias | to version | before | by | reason |", "|---|---|---|---|---|---|"]
     for one in moves[: -SHOWN_MOVES - 1 : -1]:
@@ -135,7 +160,7 @@ def list_moves(tracker: Tracker, name: str) -> list[Move]:
     try:
         tags = tracker.client.get_registered_model(name).tags
     except MlflowException as error:
-        if not is_not_found(error):  # an unreachable MLflow does not mean that there were no moves
+        if not tracker.lacks_model(name, error):  # an unreachable MLflow does not mean that there were no moves
             raise
         return []
     return [_read_move(name, key, tags[key]) for key in _list_keys(tags)]

@@ -4,8 +4,8 @@ import importlib.metadata
 import json
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,13 +21,13 @@ from safetensors.torch import load_file
 
 from models.config import DLRMConfig
 from models.quantised import write_quantised
-from pipeline.errors import RegistryError
+from pipeline.errors import AccessError, RegistryError
 from pipeline.inference.events import EventRecord
 from pipeline.inference.files import MODEL, PACKED, PLAN, WEIGHTS, hash_files
 from pipeline.inference.mlflow_bodies import signature_of
 from pipeline.inference.request import column_type, columns_of
 from pipeline.registration.config import Default, Weights
-from pipeline.registration.tracking import Tracker, is_unreachable, local_path
+from pipeline.registration.tracking import Tracker, is_denied, is_unreachable, local_path
 from pipeline.registration.versions import HASHES, ModelVersion
 from pipeline.transforms.joins import EventWindow, History
 from pipeline.transforms.plan.plan import Plan
@@ -176,13 +176,32 @@ def register(
         loaded = mlflow.pyfunc.load_model(info.model_uri, model_config=no_logs)
         actual = loaded.predict(frame)["probability"].to_numpy()
     check_probabilities(run_id, actual, expected, tolerance)
-    try:
-        tracker.client.create_registered_model(name)
-    except MlflowException as error:  # it exists
-        if is_unreachable(error):
-            raise
-    version = tracker.client.create_model_version(name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id)
+    with _permitted(name):
+        try:
+            tracker.client.create_registered_model(name)
+        except MlflowException as error:  # it exists
+            if is_unreachable(error):
+                raise
+        version = tracker.client.create_model_version(
+            name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id
+        )
     return ModelVersion(name=name, version=int(version.version), alias=None)
+
+
+@contextmanager
+def _permitted(name: str) -> Iterator[None]:
+    """Names the model and the permission that lacks, if MLflow refuses to register a version.
+
+    Raises:
+        AccessError: Then.
+    """
+    try:
+        yield
+    except MlflowException as error:
+        if not is_denied(error):
+            raise
+        ask = "Ask its owner for EDIT on it, or choose another name: registration.model_name."
+        raise AccessError(f"model '{name}' in MLflow", "permission to register versions", "a refusal", ask) from None
 
 
 class _Flavor:

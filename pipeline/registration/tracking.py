@@ -24,7 +24,7 @@ from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ValidationError
 
-from pipeline.errors import AccessError, ConfigError, RegistryError, TrackingError
+from pipeline.errors import AccessError, ConfigError, ContractError, RegistryError, TrackingError
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.sections import in_section
 from storage.errors import MOVED, SHORTAGES
@@ -49,6 +49,13 @@ DENIED = re.compile(
     re.MULTILINE,
 )
 """Finds the refusal of a server or of a proxy in the text of an error."""
+ANSWER = re.compile(
+    r"^API request to endpoint (?P<endpoint>\S+) failed with error code (?P<status>\d+) != 200"
+    r"(?:\. Response body: '(?P<body>.*)')?|^(?P<code>\d\d\d) (?:Client|Server) Error\b.* for url: (?P<url>\S+)"
+    r"|too many (?P<many>\d+) error responses",
+    re.DOTALL,
+)
+"""Finds status, place and text of an answer in the text of an error."""
 DOWNLOAD = re.compile(r"The following failures occurred while downloading .*?\n", re.DOTALL)
 """Begins the text of an error that stands for those of several files."""
 FILE = re.compile(r"^##### File .* #####\n", re.MULTILINE)
@@ -310,9 +317,19 @@ class Tracker:
         try:
             return self.client.get_model_version(name, version)
         except MlflowException as error:
-            if is_unreachable(error):
+            if not self.lacks_model(name, error) and is_unreachable(error):
                 raise
             return None
+
+    def lacks_model(self, name: str, error: MlflowException) -> bool:
+        """Whether an error about a model means that there is none that this user may see.
+
+        MLflow's login refuses questions about a model that does not exist to all but its administrators. A search
+        leaves out what the user may not see, and is allowed to all.
+        """
+        if not is_denied(error):
+            return is_not_found(error)
+        return not self.client.search_registered_models(f"name = '{name}'", max_results=1)
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Sets tags of a run."""
@@ -386,6 +403,8 @@ def is_unreachable(error: Exception) -> bool:
         return not is_disk_error(error) and not all(map(ABSENT.match, FILE.split(str(error))[1:]))
     if isinstance(error, MlflowException):
         silent = not isinstance(error, RestException) and str(error).startswith("API request to")
+        if silent and (answer := ANSWER.search(str(error))) is not None and answer["status"]:
+            return int(answer["status"]) in BUSY or int(answer["status"]) >= 500
         return silent or error.error_code == "TEMPORARILY_UNAVAILABLE"
     return isinstance(error, requests.ConnectionError | requests.Timeout)
 
@@ -463,11 +482,42 @@ def reporting_unreachable(remedy: str) -> Iterator[None]:
     except (MlflowException, requests.RequestException) as error:
         if not is_unreachable(error):
             raise
-        address = redact(mlflow.get_tracking_uri())
-        if is_denied(error):
-            credentials = "Check MLflow's credentials, such as MLFLOW_TRACKING_TOKEN, and the proxy's."
-            raise AccessError(f"MLflow at {address}", "access", "a refusal", f"{credentials} {remedy}") from None
-        reason = "a locked database" if "locked" in str(error) else "none"
-        raise TrackingError(
-            f"MLflow at {address}", "an answer", reason, remedy
-        ) from None  # the original names passwords
+        raise explain(error, remedy) from None  # the original names passwords
+
+
+def explain(error: Exception, remedy: str = "") -> ContractError:
+    """Returns one sentence for an error of MLflow's client: what its server answered, to what, and what lacks.
+
+    Args:
+        remedy: What to do once it answers.
+
+    Example:
+        >>> print(explain(MlflowException("API request to endpoint /api/2.0/mlflow/runs/create failed with error code "
+        ...     "413 != 200. Response body: 'too large'")))  # doctest: +ELLIPSIS
+        MLflow at ...: expected an answer to runs/create, got 413 (too large). The server or a proxy before it says why.
+    """
+    where = f"MLflow at {redact(mlflow.get_tracking_uri())}"
+    found = ANSWER.search(str(error))
+    status = int(found["status"] or found["code"] or found["many"]) if found is not None else None
+    place = (found["endpoint"] or urlsplit(found["url"] or "").path) if found is not None else ""
+    place = place.rpartition("/mlflow/")[2]
+    body = " ".join((found["body"] or "").split())[:100] if found is not None else ""
+    if "Invalid Host header" in body:
+        ask = "Start the server with --allowed-hosts HOST:PORT, or MLFLOW_SERVER_ALLOWED_HOSTS."
+        return AccessError(where, "a server that is asked by this name", f"'{body}'", f"{ask} {remedy}".rstrip())
+    if status == 401:
+        ask = "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN."
+        return AccessError(where, "a login", "none that it takes", f"{ask} {remedy}".rstrip())
+    if is_denied(error):
+        ask = "Ask for it: READ scores and serves, EDIT trains and promotes, MANAGE removes. A proxy may want a login."
+        return AccessError(where, f"permission for {place or 'this'}", "a refusal", f"{ask} {remedy}".rstrip())
+    if is_unreachable(error):
+        reason = "a locked database" if "locked" in str(error) else "none" if status is None else f"error {status}"
+        return TrackingError(where, "an answer", reason, remedy or "Run the same command again once it answers.")
+    if status is not None:
+        got = f"{status} ({body})" if body else f"{status}"
+        return RegistryError(
+            where, f"an answer to {place}", got, remedy or "The server or a proxy before it says why."
+        )  # fmt: skip
+    first = redact((str(error).splitlines() or [type(error).__name__])[0])[:200].rstrip(".")
+    return RegistryError(where, "what was asked for", first, remedy or "See the server's log.")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlflow.exceptions import MlflowException
 from prefect import Flow as PrefectFlow
 from prefect import Task
 from prefect.cache_policies import NO_CACHE
@@ -27,8 +28,9 @@ from pydantic import BaseModel, ValidationError
 from flows.runtime import cli
 from flows.runtime.cli import check_types, parse, sentence
 from flows.runtime.console import PrivateFlow, task_of
+from flows.runtime.flow import explaining
 from pipeline.config.files import ROOT
-from pipeline.errors import ConfigError
+from pipeline.errors import AccessError, ConfigError
 from pipeline.jobs.console import Step
 from tests.homes import open_smoke
 
@@ -275,3 +277,18 @@ def test_prefect_reads_no_stored_results() -> None:
             assert value.cache_policy == NO_CACHE, value.name
             assert value.cache_key_fn is None, value.name
     assert (PREFECT_RESULTS_PERSIST_BY_DEFAULT.value(), PREFECT_RESULTS_DEFAULT_SERIALIZER.value()) == (False, "json")
+
+
+def test_an_error_of_mlflow_is_one_sentence_wherever_a_command_meets_it():
+    """Deployed runs end with it, too. What was finished before it stays known; errors of others pass."""
+    error = MlflowException("API request to endpoint /api/2.0/mlflow/runs/get failed with error code 403 != 200.")
+    error.finished = [{"status": "failed"}]  # type: ignore[attr-defined]
+
+    def ask(given: Exception) -> None:
+        raise given
+
+    with pytest.raises(AccessError, match="expected permission for runs/get, got a refusal") as caught:
+        explaining(ask)(error)
+    assert caught.value.finished == error.finished  # type: ignore[attr-defined]
+    with pytest.raises(KeyError):
+        explaining(ask)(KeyError("other"))

@@ -28,7 +28,7 @@ from pipeline.processes.process import die_with_parent
 from storage.objects import open_file
 
 ROWS_AT_ONCE = 10_000
-LARGE_BYTES = 8_000_000
+LARGE_BYTES = 4_000_000
 """Files from this size on are worth the start of a process, which takes half a second."""
 PRIMITIVE = {
     "null": pa.null(), "boolean": pa.bool_(), "int": pa.int32(), "long": pa.int64(), "float": pa.float32(),

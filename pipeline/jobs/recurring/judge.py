@@ -16,7 +16,7 @@ from pipeline.jobs.training.evaluate import decide, download_scorer, evaluate_mo
 from pipeline.jobs.training.finish import log_verdict, write_pages
 from pipeline.jobs.training.identity import digest
 from pipeline.jobs.workspace import Workspace
-from pipeline.registration.aliases import CHALLENGER, CHAMPION, REFERENCE, find_holder, move_alias
+from pipeline.registration.aliases import CHALLENGER, CHAMPION, REFERENCE, end_challenge, find_holder, move_alias
 from pipeline.registration.tracking import RESULT, is_unreachable
 from pipeline.registration.versions import TRAINED_FROM
 from storage.artifacts import MADE_AGAIN, read_note, write_text
@@ -140,7 +140,7 @@ def _carry_out(workspace: Workspace, verdict: DayVerdict) -> DayVerdict:
     if alias == CHAMPION:
         move_alias(tracker, name, CHAMPION, version, "gate", gate.reason)
     elif alias is None:
-        tracker.client.delete_registered_model_alias(name, CHALLENGER)
+        end_challenge(tracker, name)
     return verdict.model_copy(update={"gate": gate})
 
 

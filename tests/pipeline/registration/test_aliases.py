@@ -280,3 +280,53 @@ def test_a_damaged_record_of_a_move_is_named(tracker, name):
     with pytest.raises(RegistryError, match=f"tag '{MOVE}2' of model '{name}': expected the record of a move"):
         list_moves(tracker, name)
     tracker.client.delete_registered_model_tag(name, f"{MOVE}2")  # other tests list the moves of all models
+
+
+def denied(endpoint: str) -> MlflowException:
+    """What MLflow's client raises where its server has a login."""
+    return MlflowException(
+        f"API request to endpoint /api/2.0/mlflow/{endpoint} failed with error code 403 != 200. "
+        "Response body: 'Permission denied'"
+    )
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, tracker: Tracker, method: str, endpoint: str) -> None:
+    def ask(*args: object, **options: object) -> None:
+        raise denied(endpoint)
+
+    monkeypatch.setattr(tracker.client, method, ask)
+
+
+def test_a_login_that_refuses_questions_about_a_model_that_is_not_there_is_no_refusal(tracker, name, monkeypatch):
+    """Otherwise nobody but an administrator could register the first version. Those of a model that is there count."""
+    refuse(monkeypatch, tracker, "get_model_version_by_alias", "registered-models/alias")
+    refuse(monkeypatch, tracker, "get_registered_model", "registered-models/get")
+    refuse(monkeypatch, tracker, "get_model_version", "model-versions/get")
+    assert find_holder(tracker, "nobody") is None
+    assert list_moves(tracker, "nobody") == []
+    assert tracker.get_version("nobody", "1") is None
+    for ask in (
+        lambda: find_holder(tracker, name),
+        lambda: list_moves(tracker, name),
+        lambda: tracker.get_version(name, "1"),
+    ):
+        with pytest.raises(MlflowException, match="403"):
+            ask()
+
+
+def test_who_may_edit_but_not_manage_promotes_the_challenger(tracker, name, monkeypatch):
+    """MLflow lets an editor set aliases, not remove them. The page of the model may be refused, too."""
+    move_alias(tracker, name, CHAMPION, 1, "gate", "")
+    move_alias(tracker, name, CHALLENGER, 2, "gate", "")
+    refuse(monkeypatch, tracker, "delete_registered_model_alias", "registered-models/alias")
+    refuse(monkeypatch, tracker, "update_registered_model", "registered-models/update")
+    done = move_alias(tracker, name, CHAMPION, 2, "person", "asked for")
+    assert done is not None
+    assert find_holder(tracker, name) == 2
+    assert aliases.find_challenger(tracker, name) is None
+    assert "Challenger" not in aliases.describe_model(tracker, name)
+    move_alias(tracker, name, CHALLENGER, 3, "gate", "")
+    assert aliases.find_challenger(tracker, name) == 3
+    aliases.end_challenge(tracker, name)  # it was rejected
+    assert aliases.find_challenger(tracker, name) is None
+    assert find_holder(tracker, name) == 2

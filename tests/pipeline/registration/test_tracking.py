@@ -8,17 +8,20 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import requests
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
 from pydantic import BaseModel
 
 from pipeline.errors import AccessError, ConfigError, RegistryError, TrackingError
+from pipeline.jobs.transient import is_transient
 from pipeline.registration import tracking
 from pipeline.registration.config import RegistrationConfig
-from pipeline.registration.tracking import Tracker, is_unreachable, reporting_unreachable
+from pipeline.registration.tracking import Tracker, explain, is_unreachable, reporting_unreachable
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +130,48 @@ def test_a_refusal_is_no_answer_about_the_registry(error):
     with pytest.raises(AccessError) as caught, reporting_unreachable("Wait."):
         raise error
     assert f"{caught.value}".endswith(
-        "expected access, got a refusal. Check MLflow's credentials, such as MLFLOW_TRACKING_TOKEN, and the proxy's. "
-        "Wait."
+        "got a refusal. Ask for it: READ scores and serves, EDIT trains and promotes, MANAGE removes. "
+        "A proxy may want a login. Wait."
     )
+
+
+def answered(status: int, endpoint: str, body: str) -> MlflowException:
+    return MlflowException(
+        f"API request to endpoint /api/2.0/mlflow/{endpoint} failed with error code {status} != 200. "
+        f"Response body: '{body}'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "sentence"),
+    [
+        (answered(401, "experiments/get-by-name", "You are not authenticated."), AccessError,
+         "expected a login, got none that it takes. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        (answered(403, "registered-models/alias", "Permission denied"), AccessError,
+         "expected permission for registered-models/alias, got a refusal. Ask for it: READ scores and serves"),
+        (answered(403, "experiments/get-by-name", "Invalid Host header - possible DNS rebinding attack detected"), AccessError,
+         "expected a server that is asked by this name, got 'Invalid Host header - possible DNS rebinding attack "
+         "detected'. Start the server with --allowed-hosts HOST:PORT, or MLFLOW_SERVER_ALLOWED_HOSTS."),
+        (answered(413, "runs/log-batch", "<html>too large</html>"), RegistryError,
+         "expected an answer to runs/log-batch, got 413 (<html>too large</html>). The server or a proxy"),
+        (MlflowException("API request to http://x failed with exception HTTPConnectionPool: Max retries exceeded "
+                         "(Caused by ResponseError('too many 500 error responses'))"), TrackingError,
+         "expected an answer, got error 500. Run the same command again once it answers."),
+        (MlflowException("API request to http://me:hunter2@x failed with exception refused"), TrackingError,
+         "expected an answer, got none."),
+        (RestException({"error_code": "INVALID_PARAMETER_VALUE", "message": "a name with /"}), RegistryError,
+         "expected what was asked for, got INVALID_PARAMETER_VALUE: a name with /. See the server's log."),
+        (requests.HTTPError("403 Client Error: Forbidden for url: http://x/api/2.0/mlflow-artifacts/artifacts/a",
+                            response=SimpleNamespace(status_code=403)), AccessError, "got a refusal. Ask for it"),
+    ],
+)  # fmt: skip
+def test_what_a_server_answered_is_one_sentence(error, kind, sentence):
+    """Its status, to what, and what lacks. A refusal of the host's name is no wrong password."""
+    told = explain(error)
+    assert type(told) is kind
+    assert sentence in str(told)
+    assert "hunter2" not in str(told)
+    assert is_transient(error) == (kind is TrackingError)
 
 
 @pytest.mark.timeout(60)
