@@ -11,8 +11,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-from flows.runtime.access import answers, authenticated, authenticates_otherwise
+from flows.runtime.access import answers, authenticated, authenticates_otherwise, header
 from flows.runtime.server import require_known_tables
 from pipeline.errors import ConfigError
 
@@ -65,12 +66,19 @@ def ui_ports(home: Path, own: str | None, ports: tuple[int, int]) -> list[Check]
 
 
 def reachable(variable: str, path: str, environment: Mapping[str, str]) -> Check:
-    """Checks that the server named in the environment answers. Without one, no network is needed."""
-    address = environment.get(variable, "")
-    if not address.startswith("http"):
+    """Checks that the server named in the environment answers. Without one, no network is needed.
+
+    The user and password that an address may have are sent as a header, and never shown.
+    """
+    given = environment.get(variable, "")
+    start, slashes, rest = given.partition("//")
+    login, at, place = rest.rpartition("@")
+    address = f"{start}{slashes}{place}"
+    if not given.startswith("http"):
         return Check(variable, True, address or "not set: embedded")
     try:
-        with urllib.request.urlopen(address.rstrip("/") + path, timeout=5):
+        request = urllib.request.Request(address.rstrip("/") + path, headers=header(unquote(login) if at else None))
+        with urllib.request.urlopen(request, timeout=5):
             return Check(variable, True, f"{address} answers")
     except (OSError, ValueError) as error:
         remedy = f"Start that server, or unset {variable} to run embedded."

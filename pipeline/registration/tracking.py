@@ -82,12 +82,13 @@ class Tracker:
     Args:
         config: Names the server.
         home: Folder of the embedded database and of artifacts.
-        experiment: Name of the experiment. It is created if it does not exist.
+        experiment: Name of the experiment. It is created if it does not exist. None: nothing is recorded, and no
+            permission for an experiment is needed.
     Raises:
         TrackingError: If MLflow does not answer.
     """
 
-    def __init__(self, config: RegistrationConfig, home: Path, experiment: str) -> None:
+    def __init__(self, config: RegistrationConfig, home: Path, experiment: str | None) -> None:
         with ENVIRONMENT_LOCK:
             named = os.environ.get("MLFLOW_TRACKING_URI")
             own = f"sqlite:///{home.resolve()}/mlflow/mlflow.db"
@@ -100,11 +101,11 @@ class Tracker:
             mlflow.set_tracking_uri(self.uri)
             if named is None:  # MLflow has set it for the whole process, but another home has a database of its own
                 os.environ.pop("MLFLOW_TRACKING_URI", None)
-        self.experiment = experiment
+        self.experiment = experiment or ""
         with reporting_unreachable("Start it, or name another: registration.tracking_uri or MLFLOW_TRACKING_URI."):
             try:
                 self.client = MlflowClient(tracking_uri=self.uri)
-                self.experiment_id = self._experiment(experiment, home)
+                self.experiment_id = "" if experiment is None else self._experiment(experiment, home)
             except ModuleNotFoundError as error:
                 raise RegistryError(
                     f"MLflow at {redact(self.uri)}", f"the package '{error.name}'", "an environment without it",

@@ -1,6 +1,7 @@
 """Versions in the registry: found by what they were made from, checked against their hashes, fetched."""
 
 import json
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,10 +14,18 @@ from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
 from pipeline.inference.files import MODEL, PACKED, PLAN, WEIGHTS, check_files
-from pipeline.registration.tracking import Tracker, is_disk_error, is_unreachable, local_path, require_folder
+from pipeline.registration.tracking import (
+    Tracker,
+    explain,
+    is_disk_error,
+    is_unreachable,
+    local_path,
+    require_folder,
+)
 from storage.artifacts import link_or_copy
 from storage.scratch import ScratchFolder
 
+log = logging.getLogger("dlrm")
 IDENTITY = "identity"
 """Tag of a version: the identity of the work it was made from."""
 TRAINED_FROM = "trained_from"
@@ -38,10 +47,24 @@ class ModelVersion(BaseModel, frozen=True):
 
 
 def find_registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | None:
-    """Finds the version that an interrupted run has registered already. None: there is none."""
-    found = tracker.client.search_model_versions(f"run_id = '{run_id}'")
-    versions = [int(version.version) for version in found if version.name == name]
-    return ModelVersion(name=name, version=max(versions), alias=None) if versions else None
+    """Finds the version that an interrupted run has registered already. None: there is none.
+
+    MLflow's client repeats a request whose answer was lost, so one run may have made two versions of the same files.
+    The later one counts, and the other is removed.
+    """
+    found = [one for one in tracker.client.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
+    if not found:
+        return None
+    made = max(found, key=lambda one: int(one.version))
+    for spare in found:
+        if spare.version == made.version or spare.source != made.source:
+            continue
+        try:
+            if not tracker.client.get_model_version(name, spare.version).aliases:
+                tracker.client.delete_model_version(name, spare.version)
+        except MlflowException as error:
+            log.warning("version %s of '%s' is %s again: %s", spare.version, name, made.version, explain(error))
+    return ModelVersion(name=name, version=int(made.version), alias=None)
 
 
 def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:

@@ -1,10 +1,13 @@
 """What the doctor says about servers, their databases and stuck runs, with the remedy."""
 
 import asyncio
+import base64
 import datetime
+import http.server
 import importlib.util
 import socket
 import sqlite3
+import threading
 import uuid
 from contextlib import closing
 from pathlib import Path
@@ -137,3 +140,30 @@ def test_the_newest_tables_of_mlflow_are_its_own_head():
 
 def test_both_know_where_make_ui_leaves_its_address():
     assert server_checks.MLFLOW_ADDRESS == MLFLOW_ADDRESS
+
+
+def test_the_login_in_an_address_is_sent_and_never_shown():
+    """A server that wants it answers; a wrong one, and none, are told without it."""
+
+    class Login(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            right = self.headers.get("Authorization") == "Basic " + base64.b64encode(b"me:hunt/er2").decode()
+            self.send_response(200 if right else 401)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Login) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"127.0.0.1:{server.server_port}"
+        for login, ok in (("me:hunt%2Fer2@", True), ("me:other@", False), ("", False)):
+            name = "MLFLOW_TRACKING_URI"
+            check = server_checks.reachable(name, "/health", {name: f"http://{login}{place}"})
+            assert (check.ok, check.found.split()[0].rstrip(":")) == (ok, f"http://{place}")
+            assert "hunt" not in f"{check}"
+        server.shutdown()
+    shown = server_checks.reachable(
+        "MLFLOW_TRACKING_URI", "/", {"MLFLOW_TRACKING_URI": "postgresql://me:hunter2@host/db"}
+    )
+    assert shown.found == "postgresql://host/db"

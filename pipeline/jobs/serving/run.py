@@ -51,9 +51,8 @@ def _serve(
     from pipeline.jobs.serving.follower import RegistryFollower  # loads MLflow while the processes load PyTorch
     from pipeline.registration.tracking import Tracker, reporting_unreachable
 
-    # Runs are not recorded here. MLflow always has this experiment, so none is created.
-    follower = RegistryFollower(config, Tracker(registration, home, "Default"), name, folder)
     with reporting_unreachable("Start it, or name another: MLFLOW_TRACKING_URI."):
+        follower = RegistryFollower(config, Tracker(registration, home, experiment=None), name, folder)
         number, follower.served = follower.find()
         first, check = follower.fetch(number)
         follower.offered = first.number

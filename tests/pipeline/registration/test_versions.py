@@ -20,7 +20,15 @@ from pipeline.inference.files import EXAMPLE, MODEL, PLAN, WEIGHTS, check_files,
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.scorer import Scorer
 from pipeline.registration.tracking import RESULT, Tracker, local_path, reporting_unreachable
-from pipeline.registration.versions import FILES, HASHES, SIZE, download_packed, download_part, is_intact
+from pipeline.registration.versions import (
+    FILES,
+    HASHES,
+    SIZE,
+    download_packed,
+    download_part,
+    find_registered,
+    is_intact,
+)
 from storage.artifacts import link_or_copy
 
 CONTENTS = {MODEL: b"{}", PLAN: b"[]", WEIGHTS: bytes(range(256))}
@@ -58,6 +66,33 @@ def test_a_whole_version_is_fetched(registry, packed, tmp_path):
     tracker, version = registry({FILES: json.dumps(hash_files(packed))})
     folder = download_packed(tracker, "m", version, tmp_path / "fetched")
     assert {name: (folder / name).read_bytes() for name in CONTENTS} == CONTENTS
+
+
+def test_a_request_whose_answer_was_lost_makes_no_second_version(tmp_path):
+    """Versions of the run with other files, or with an alias, are somebody's, and stay."""
+    tracker = Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db"), tmp_path, "versions")
+    run_id = tracker.start("run", {}, {}, None)
+    for name in ("m", "other"):
+        tracker.client.create_registered_model(name)
+    for name, source in (("m", "old"), ("m", "new"), ("m", "new"), ("other", "new"), ("m", "new")):
+        tracker.client.create_model_version(name, (tmp_path / source).as_uri(), run_id)
+    tracker.client.set_registered_model_alias("m", "champion", "2")
+    assert find_registered(tracker, "m", "nothing") is None
+    for _ in range(2):
+        found = find_registered(tracker, "m", run_id)
+        assert found is not None
+        assert found.version == 4
+    assert sorted(int(one.version) for one in tracker.client.search_model_versions("name = 'm'")) == [1, 2, 4]
+    assert len(tracker.client.search_model_versions("name = 'other'")) == 1
+
+
+def test_who_may_read_a_model_needs_no_experiment(tmp_path, monkeypatch):
+    """Serving asks for the model and its run alone."""
+    made = []
+    monkeypatch.setattr(Tracker, "_experiment", lambda *given: made.append(given) or "1")
+    tracker = Tracker(RegistrationConfig(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db"), tmp_path, None)
+    assert tracker.client.search_registered_models() == []
+    assert made == []
 
 
 def test_a_version_of_this_machine_is_linked_and_outlives_its_removal(registry, packed, tmp_path):
