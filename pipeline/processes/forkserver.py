@@ -80,11 +80,23 @@ class ForkedProcess:
 
     def _read(self, timeout: float | None) -> int | None:
         with self._lock:
-            if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
+            if self.returncode is None and _readable(self._status, timeout=timeout):
                 text = os.read(self._status, 16)
                 os.close(self._status)
                 self.returncode = int(text or -signal.SIGKILL)  # nothing: the server was killed, and its forks with it
             return self.returncode
+
+
+def _readable(*descriptors: int, timeout: float | None = None) -> list[int]:
+    """Waits until descriptors have something to read, or their other end is closed. `select` takes none above 1,023.
+
+    Args:
+        timeout: In seconds. None: however long it takes.
+    """
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poller.poll(None if timeout is None else timeout * 1000)]
 
 
 class ForkServer:
@@ -260,7 +272,7 @@ def serve(connection: socket.socket, modules: Sequence[str]) -> dict[str, Any] |
     statuses: dict[int, int] = {}
     server = os.getpid()
     while True:
-        readable = select.select([connection.fileno(), woken], [], [])[0]
+        readable = _readable(connection.fileno(), woken)
         if woken in readable:
             os.read(woken, 1 << 12)
             _report_ended(statuses)
@@ -357,7 +369,7 @@ def main(connection: int, alive: int, modules: Sequence[str]) -> None:
     atexit.register(leave, codes)  # registered first, so it runs last
     fcntl(alive, F_SETOWN, os.getpid())
     fcntl(alive, F_SETFL, fcntl(alive, F_GETFL) | os.O_ASYNC)
-    if select.select([alive], [], [], 0)[0]:  # the parent ended before the request
+    if _readable(alive, timeout=0):  # the parent ended before the request
         return
     with socket.socket(fileno=fcntl(connection, F_DUPFD_CLOEXEC, 3)) as ours:
         os.close(connection)

@@ -80,6 +80,9 @@ def test_the_code_of_the_ranks_is_that_which_their_server_imported(
     """The files may have changed since, by an update of the checkout or a commit."""
     read = functools.cache(code_version.read_code.__wrapped__)
     monkeypatch.setattr(main, "read_code", read)
+    monkeypatch.setattr(
+        main, "read_build", functools.cache(build.read_build.__wrapped__)
+    )  # or later tests get this one
     monkeypatch.setattr(build, "PACKAGES", tmp_path)
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "x.py").write_text("1")

@@ -1,6 +1,8 @@
 """Processes that a server forks: they run as programs do, and end with the process that asked for them."""
 
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -227,3 +229,23 @@ def test_what_a_process_leaves_to_do_at_its_end_is_done(start: Callable[..., For
     with (tmp_path / "log").open("wb") as log:
         assert start_process("late", "late", [], os.environ, tmp_path, log).wait(20) == 1
     assert (tmp_path / "log").read_text() == "no luck\nthread, at exit"
+
+
+def test_a_process_is_waited_for_whatever_the_number_of_open_files():
+    """`select` refuses descriptors above 1,023, which a command with many files or connections reaches."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2_000:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2_000), hard))
+    read_end, write_end = os.pipe()
+    try:
+        process = ForkedProcess(os.getpid(), fcntl.fcntl(read_end, fcntl.F_DUPFD_CLOEXEC, 1_500))
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        os.write(write_end, b"3")
+        assert process.wait(60) == 3
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
