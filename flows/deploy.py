@@ -151,7 +151,7 @@ def run(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 def _list(client: SyncPrefectClient) -> tuple[list[str], dict[str, Any]]:
     """Lists deployments of configs and those with a schedule, and counts the others."""
-    present = list_deployments(client)
+    present = {name: one for name, one in list_deployments(client).items() if TAG in one.tags}
     shown = {name: one for name, one in present.items() if OF_CONFIG in one.tags or one.schedules}
     width = max(map(len, shown), default=0)
     lines, rows = [], []

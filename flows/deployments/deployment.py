@@ -6,17 +6,17 @@ a config whose path is relative.
 
 import asyncio
 import getpass
+import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 from zoneinfo import ZoneInfo
 
 import yaml
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterTags
 from prefect.client.schemas.objects import DeploymentSchedule
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
@@ -30,6 +30,7 @@ from flows.runtime.environment import ENVIRONMENT
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
 
+One = TypeVar("One")
 POOL = "dlrm"
 TRAINING = {
     "train", "end-to-end", "recurring", "backfill", "backtest", "sweep", "sharding", "characterize", "estimate",
@@ -121,18 +122,26 @@ def put_deployment(
 
 
 def owner() -> str:
-    """Returns who deploys: the user's name and this machine's."""
-    return f"{getpass.getuser()}@{socket.gethostname()}"
+    """Returns who deploys: the user's name, or number where there is none, and this machine's name."""
+    try:
+        user = getpass.getuser()
+    except (ImportError, KeyError, OSError):
+        user = f"{os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
 
 
 def require_ours(found: DeploymentResponse, name: str, config: str) -> None:
     """Refuses to change what somebody else, or another config, has deployed under a name.
 
+    Args:
+        name: FLOW/NAME.
+        config: Of the new one.
+
     Raises:
         ConfigError: It names the present owner and config.
     """
     present = found.parameters.get("config")
-    whose = next((tag.removeprefix(OWNER) for tag in found.tags if tag.startswith(OWNER)), "this project")
+    whose = next((tag.removeprefix(OWNER) for tag in found.tags if tag.startswith(OWNER)), "nobody known")
     if whose != owner() or present != config:
         problem = f"deployment '{name}' exists: it is of {whose} and runs {present}"
         raise ConfigError.of(problem, "Choose another name with name=NAME, or replace it with take_over=true.")
@@ -193,16 +202,15 @@ def next_run(schedule: DeploymentSchedule) -> datetime | None:
 
 
 def list_deployments(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
-    """Returns all deployments of ours by FLOW/NAME, sorted."""
-    wanted = DeploymentFilter(tags=DeploymentFilterTags(all_=[TAG]))
-    names = {one.id: one.name for one in client.read_flows()} if (found := _all(client, wanted)) else {}
-    named = {f"{names[one.flow_id]}/{one.name}": one for one in found if one.flow_id in names}
+    """Returns all deployments of the server by FLOW/NAME, sorted. Ours have the tag `dlrm`."""
+    names = {one.id: one.name for one in _pages(client.read_flows)}
+    named = {f"{names[one.flow_id]}/{one.name}": one for one in _pages(client.read_deployments)}
     return dict(sorted(named.items()))
 
 
-def _all(client: SyncPrefectClient, wanted: DeploymentFilter) -> list[DeploymentResponse]:
-    found: list[DeploymentResponse] = []
-    while page := client.read_deployments(deployment_filter=wanted, limit=200, offset=len(found)):
+def _pages(read: Callable[..., Sequence[One]]) -> list[One]:
+    found: list[One] = []
+    while page := read(limit=200, offset=len(found)):
         found += page
     return found
 
@@ -217,7 +225,7 @@ def remove_deployment(client: SyncPrefectClient, name: str) -> str:
     Raises:
         ConfigError: If there is none, or several.
     """
-    present = list_deployments(client)
+    present = {one: found for one, found in list_deployments(client).items() if TAG in found.tags}
     fitting = [one for one in present if name in (one, one.partition("/")[2])]
     if len(fitting) != 1:
         remedy = "Give one of them." if fitting else "`dlrm deploy` lists those that there are."

@@ -212,13 +212,18 @@ def _queue(client: SyncPrefectClient, name: str, settings: Settings) -> str:
 
 def _put_standard(client: SyncPrefectClient) -> str:
     """Puts the deployments of prefect.yaml on the server."""
-    standard, present = read_standard(), list_deployments(client)
+    standard, present, skipped = read_standard(), list_deployments(client), []
     for one in standard:
         module = one["entrypoint"].rpartition(".")[2]
+        name = f"{module.replace('_', '-')}/{one['name']}"
+        if name in present and TAG not in present[name].tags:
+            skipped.append(name)  # another project's
+            continue
         put_deployment(client, one["name"], module, one["parameters"], one["description"], one["tags"], present)
     if not standard:
         return "no prefect.yaml in an installed package: deployments are those of your configs"
-    return f"{len(standard)} deployments of {ROOT / 'prefect.yaml'}, without schedules"
+    others = f"; left alone, of another project: {', '.join(skipped)}" if skipped else ""
+    return f"{len(standard) - len(skipped)} deployments of {ROOT / 'prefect.yaml'}, without schedules{others}"
 
 
 def _automation(client: SyncPrefectClient, wanted: AutomationCore, enabled: bool | None = None) -> str:

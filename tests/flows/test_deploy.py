@@ -127,6 +127,21 @@ def test_a_colleagues_deployment_is_not_replaced_without_a_word(client, tmp_path
 
 
 @pytest.mark.slow
+def test_another_project_on_the_server_keeps_what_it_has(client, tmp_path):
+    """Its deployments may have our names, but not our tag."""
+    flow = client.create_flow_from_name("recurring")
+    client.create_deployment(flow, "mine", entrypoint="theirs.py:flow", tags=["theirs"])
+    with pytest.raises(ConfigError, match="'recurring/mine' exists: it is of nobody known and runs None"):
+        deploy.run([config(tmp_path)])
+    with pytest.raises(ConfigError, match="got 'recurring/mine', 0 of them"):
+        deploy.run(["remove", "recurring/mine"])
+    client.create_deployment(flow, "recurring", entrypoint="theirs.py:flow", tags=["theirs"])
+    lines, _ = deploy.run(["setup"])
+    assert any(line.endswith("left alone, of another project: recurring/recurring") for line in lines)
+    assert read(client, "recurring/recurring").entrypoint == "theirs.py:flow"
+
+
+@pytest.mark.slow
 def test_a_config_of_the_project_is_found_in_any_checkout(client):
     deploy.run(["configs/smoke.yaml", "flow=end_to_end", "name=nightly"])
     assert read(client, "end-to-end/nightly").parameters == {"config": "configs/smoke.yaml"}
