@@ -74,7 +74,7 @@ def test_a_config_is_scheduled_by_one_command(client, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_people_set_outlives_a_second_deploy_and_a_setup(client, tmp_path):
     path = config(tmp_path)
     deploy.run([path, "cron=0 5 * * *"])
@@ -126,7 +126,7 @@ def test_a_colleagues_deployment_is_not_replaced_without_a_word(client, tmp_path
         deploy.run(["remove", "nobody"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_another_project_on_the_server_keeps_what_it_has(client, tmp_path):
     """Its deployments may have our names, but not our tag."""
     flow = client.create_flow_from_name("recurring")
