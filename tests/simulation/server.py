@@ -141,7 +141,9 @@ class Server:
     def _get_model_version(self, name: str, version: str) -> Any:
         if (name, version) not in self.versions:
             raise MlflowException("no such version", RESOURCE_DOES_NOT_EXIST)
-        return self.versions[name, version]
+        found = self.versions[name, version]
+        found.aliases = [alias for alias, number in self.models[name].aliases.items() if number == version]
+        return found
 
     def _search_model_versions(self, query: str, **_: Any) -> Any:
         found = list(self.versions.values())
