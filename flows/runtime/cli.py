@@ -38,6 +38,7 @@ from pipeline.config.files import home_path, parse_yaml
 from pipeline.config.keys import closest_key
 from pipeline.config.validation_messages import ELSEWHERE
 from pipeline.errors import ConfigError, ContractError
+from pipeline.jobs.transient import explain_request
 from pipeline.jobs.warm_up import load_stores, start_fork_servers
 from pipeline.processes.process import loading
 
@@ -258,6 +259,8 @@ def describe_error(error: BaseException, debug: bool) -> str:
 
 def sentence(error: BaseException) -> str:
     """An error as one line."""
+    if isinstance(error, Exception):
+        error = explain_request(error)
     if isinstance(error, ContractError):
         return str(error)
     if isinstance(error, ValidationError):

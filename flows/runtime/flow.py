@@ -18,7 +18,7 @@ from pipeline.config.files import home_path
 from pipeline.errors import ConfigError, ContractError
 from pipeline.jobs.console import Console, one_line
 from pipeline.jobs.notify import Notifier, describe_failure, find_stale, list_messages, read_settings
-from pipeline.jobs.transient import is_transient
+from pipeline.jobs.transient import explain_request, is_transient
 from pipeline.jobs.workspace import Workspace
 
 LOGGERS = ("dlrm", "prefect.flow_runs", "prefect.task_runs")
@@ -36,7 +36,7 @@ def flow(name: str, read: Callable[..., RunConfig] = load) -> Callable[[Callable
         read: Makes the flow's config of a file and overrides.
     """
     if without_prefect:
-        return explaining
+        return lambda function: function
     from flows.runtime.console import PrivateFlow
 
     def tell(given: Mapping[str, Any], error: Exception) -> None:
@@ -46,19 +46,15 @@ def flow(name: str, read: Callable[..., RunConfig] = load) -> Callable[[Callable
 
 
 def explaining(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes errors of MLflow's client one sentence each, wherever in a command MLflow is asked."""
+    """Makes a run end with one sentence for an error of MLflow's client. The command line does so for commands."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            if not type(error).__module__.startswith(("mlflow.", "requests.")):
+            if (told := explain_request(error)) is error:
                 raise
-            from pipeline.registration.tracking import explain  # which has loaded MLflow, then
-
-            told = explain(error)
-            vars(told)["finished"] = getattr(error, "finished", [])  # people are told of both
             raise told from None
 
     return run

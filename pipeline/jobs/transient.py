@@ -1,6 +1,7 @@
 """Recognizes transient failures: an unreachable service, a lock, another writer."""
 
 import errno
+from typing import TypeGuard
 
 from storage.errors import ConflictError
 
@@ -54,8 +55,27 @@ def is_transient(error: BaseException) -> bool:
 
 def _is_request_lost(error: BaseException) -> bool:
     """Whether an error of a request means that the server cannot be reached at present. MLflow takes long to load."""
-    if not isinstance(error, Exception) or not type(error).__module__.startswith(("mlflow.", "requests.")):
+    if not _is_of_request(error):
         return False
     from pipeline.registration.tracking import is_denied, is_unreachable
 
     return is_unreachable(error) and not is_denied(error)
+
+
+def _is_of_request(error: BaseException) -> TypeGuard[Exception]:
+    """Whether an error is of MLflow's client, or of the library with which it asks."""
+    return isinstance(error, Exception) and type(error).__module__.startswith(("mlflow.", "requests."))
+
+
+def explain_request(error: Exception) -> Exception:
+    """Returns one sentence for an error of MLflow's client, which keeps what was finished before it.
+
+    Any other error is returned as it is.
+    """
+    if not _is_of_request(error):
+        return error
+    from pipeline.registration.tracking import explain
+
+    told = explain(error)
+    vars(told).update({name: value for name, value in vars(error).items() if name == "finished"})
+    return told

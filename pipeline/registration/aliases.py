@@ -15,6 +15,7 @@ from pipeline.registration.versions import FILES, TRAINED_FROM
 
 log = logging.getLogger("dlrm")
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
+UNSEEN = "A login of MLflow hides models without permission: then ask for READ."
 MOVE = "mlflow.dlrm.move."
 """Prefix of the tags of a registered model that record moves. The time follows.
 
@@ -281,7 +282,7 @@ def no_champion(tracker: Tracker, name: str, otherwise: str = "") -> RegistryErr
     Args:
         otherwise: What else can be done with a version.
     """
-    remedy = "Train the first one: python -m flows.train CONFIG."
+    remedy = f"Train the first one: python -m flows.train CONFIG. {UNSEEN}"
     if known := list_versions(tracker, name):
         named = ", ".join(str(number) for number in known)
         remedy = f"Choose among versions {named}: python -m flows.promote CONFIG version=N. {otherwise}".rstrip()
@@ -291,7 +292,9 @@ def no_champion(tracker: Tracker, name: str, otherwise: str = "") -> RegistryErr
 def _no_version(tracker: Tracker, name: str, version: int) -> RegistryError:
     known = ", ".join(str(number) for number in list_versions(tracker, name))
     if not known:
-        return RegistryError(f"model '{name}'", "a version in the registry", "none", "Correct the name, or train it.")
+        return RegistryError(
+            f"model '{name}'", "a version in the registry", "none", f"Correct the name, or train it. {UNSEEN}"
+        )
     return RegistryError(f"model '{name}'", f"a version among {known}", f"{version}", "Name one of them: version=N.")
 
 

@@ -28,7 +28,7 @@ from pipeline.inference.mlflow_bodies import signature_of
 from pipeline.inference.request import column_type, columns_of
 from pipeline.registration.config import Default, Weights
 from pipeline.registration.tracking import Tracker, is_denied, is_unreachable, local_path
-from pipeline.registration.versions import HASHES, ModelVersion, find_registered
+from pipeline.registration.versions import HASHES, ModelVersion, remove_spares
 from pipeline.transforms.joins import EventWindow, History
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, link_or_copy, write_json, write_text
@@ -182,10 +182,11 @@ def register(
         except MlflowException as error:  # it exists
             if is_unreachable(error):
                 raise
-        tracker.client.create_model_version(name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id)
-    made = find_registered(tracker, name, run_id)
-    assert made is not None, "it was made above"
-    return made
+        made = tracker.client.create_model_version(
+            name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id
+        )
+    remove_spares(tracker, made)
+    return ModelVersion(name=name, version=int(made.version), alias=None)
 
 
 @contextmanager

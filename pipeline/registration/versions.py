@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+from mlflow.entities.model_registry import ModelVersion as RegisteredVersion
 from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
@@ -47,24 +48,34 @@ class ModelVersion(BaseModel, frozen=True):
 
 
 def find_registered(tracker: Tracker, name: str, run_id: str) -> ModelVersion | None:
-    """Finds the version that an interrupted run has registered already. None: there is none.
-
-    MLflow's client repeats a request whose answer was lost, so one run may have made two versions of the same files.
-    The later one counts, and the other is removed.
-    """
-    found = [one for one in tracker.client.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
+    """Finds the version that an interrupted run has registered already. None: there is none."""
+    found = _versions_of(tracker, name, run_id)
     if not found:
         return None
     made = max(found, key=lambda one: int(one.version))
-    for spare in found:
-        if spare.version == made.version or spare.source != made.source:
+    remove_spares(tracker, made)
+    return ModelVersion(name=name, version=int(made.version), alias=None)
+
+
+def remove_spares(tracker: Tracker, made: RegisteredVersion) -> None:
+    """Removes other versions of the same files of the same run.
+
+    MLflow's client repeats a request whose answer was lost, and so may have made two. One with an alias stays.
+    """
+    for spare in _versions_of(tracker, made.name, str(made.run_id)):
+        if int(spare.version) == int(made.version) or spare.source != made.source:
             continue
         try:
-            if not tracker.client.get_model_version(name, spare.version).aliases:
-                tracker.client.delete_model_version(name, spare.version)
+            if not tracker.client.get_model_version(spare.name, str(spare.version)).aliases:
+                tracker.client.delete_model_version(spare.name, str(spare.version))
         except MlflowException as error:
-            log.warning("version %s of '%s' is %s again: %s", spare.version, name, made.version, explain(error))
-    return ModelVersion(name=name, version=int(made.version), alias=None)
+            log.warning(
+                "version %s of '%s' is a copy of %s: %s", spare.version, spare.name, made.version, explain(error)
+            )
+
+
+def _versions_of(tracker: Tracker, name: str, run_id: str) -> list[RegisteredVersion]:
+    return [one for one in tracker.client.search_model_versions(f"run_id = '{run_id}'") if one.name == name]
 
 
 def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> Path:
