@@ -76,7 +76,7 @@ def deploy_config(client: SyncPrefectClient, path: str, words: Sequence[str]) ->
     own = {word for word in words if word.partition("=")[0] in Options.model_fields}
     options = parse(sorted(own), Options)
     module, name = options.flow.replace("-", "_"), options.name or Path(path).stem
-    flow = find_flow(module)
+    flow, _ = find_flow(module)
     rest = [word for word in words if word not in own]
     known = [one for one in inspect.signature(flow.fn).parameters if one not in ("config", "overrides")]
     overrides, parameters = parse_parameters(rest, known)

@@ -51,9 +51,10 @@ def main(words: Sequence[str]) -> int:
         (home / "ui" / MLFLOW_ADDRESS).write_text(f"{address}\n", encoding="utf-8")  # links of runs lead there
         print(f"MLflow   {address}/#/experiments has the runs, {address}/#/models the models", flush=True)
         print(f"runs of {home}; its commands, `make deploy` and `make worker` find this server", flush=True)
-        print(write_profile(home, f"http://{HOST}:{prefect_port}/api", read_secret(home / "prefect")), flush=True)
-        marked.callback(leave_profile, home)
-        print(f"for other homes: export PREFECT_API_URL=http://{HOST}:{prefect_port}/api", flush=True)
+        api = f"http://{HOST}:{prefect_port}/api"
+        print(write_profile(home, api, read_secret(home / "prefect")), flush=True)
+        marked.callback(leave_profile, home, api)
+        print(f"for other homes: export PREFECT_API_URL={api}", flush=True)
         print("Ctrl-C stops both", flush=True)
         while all(server.poll() is None for server in servers):
             time.sleep(0.5)

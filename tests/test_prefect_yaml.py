@@ -9,13 +9,16 @@ import pytest
 import yaml
 from prefect.cli.deploy._models import DeploymentConfig
 
-from flows.deployments.deployment import TRAINING
 from flows.runtime.environment import ENVIRONMENT
 from pipeline.config import load
 from pipeline.study.points.load import load_study
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTENT = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
+TRAINING = {
+    "train", "end-to-end", "recurring", "backfill", "backtest", "sweep", "sharding", "characterize", "estimate",
+    "replay", "release",
+}  # fmt: skip
 DEPLOYMENTS = {f"{d['entrypoint'].split('.')[-1].replace('_', '-')}/{d['name']}": d for d in CONTENT["deployments"]}
 
 

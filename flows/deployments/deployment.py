@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cache
 from importlib import import_module
 from typing import Any, TypeVar
 from zoneinfo import ZoneInfo
@@ -26,17 +27,11 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import TypeAdapter, ValidationError
 
 from flows.runtime.console import TAG
-from flows.runtime.environment import ENVIRONMENT
 from pipeline.config.files import ROOT
 from pipeline.errors import ConfigError
 
 One = TypeVar("One")
 POOL = "dlrm"
-TRAINING = {
-    "train", "end-to-end", "recurring", "backfill", "backtest", "sweep", "sharding", "characterize", "estimate",
-    "replay", "release",
-}  # fmt: skip
-"""Flows whose runs wait in the queue `training`."""
 OF_CONFIG = "config"
 """Tag of what `dlrm deploy CONFIG` has made."""
 OWNER = "owner:"
@@ -45,37 +40,36 @@ SLUG = "dlrm-deploy"
 """Of the schedule that `dlrm deploy` has set. Schedules of people have other slugs, or none."""
 
 
+@cache
 def read_standard() -> list[dict[str, Any]]:
-    """Returns the deployments of prefect.yaml. An installed package has none."""
+    """Returns the deployments of prefect.yaml, with all that a new one needs to know of its flow.
+
+    Raises:
+        ConfigError: If there is no such file, as in an installed package.
+    """
     path = ROOT / "prefect.yaml"
     if not path.exists():
-        return []
+        raise ConfigError(
+            f"prefect.yaml in '{ROOT}'", "the project's file of deployments", "none",
+            "Deploy from a checkout of the project; an installed package has no deployments.",
+        )  # fmt: skip
     found: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["deployments"]
     return found
 
 
-def place_of(module: str) -> dict[str, Any]:
-    """Returns where runs of a flow go, as prefect.yaml says: work pool, queue and job variables."""
-    declared = (one["work_pool"] for one in read_standard() if one["entrypoint"] == f"flows.{module}.{module}")
-    queue = "training" if module.replace("_", "-") in TRAINING else "default"
-    return next(declared, {"name": POOL, "work_queue_name": queue, "job_variables": {"env": ENVIRONMENT}})
-
-
-def find_flow(name: str) -> Flow[..., Any]:
-    """Imports a flow.
+def find_flow(name: str) -> tuple[Flow[..., Any], dict[str, Any]]:
+    """Imports a flow. Returns it, and where its runs go: work pool, queue and job variables.
 
     Args:
         name: Of its module in `flows`.
     Raises:
-        ConfigError: If there is no such flow.
+        ConfigError: If prefect.yaml has no such flow.
     """
-    try:
-        found = getattr(import_module(f"flows.{name}"), name)
-    except (ImportError, AttributeError):
-        found = None
-    if not isinstance(found, Flow):
-        raise ConfigError("argument 'flow'", "a flow, such as recurring or train", f"'{name}'", "Correct it.")
-    return found
+    places = {one["entrypoint"].rpartition(".")[2]: one["work_pool"] for one in read_standard()}
+    if name not in places:
+        raise ConfigError("argument 'flow'", f"one of {', '.join(sorted(places))}", f"'{name}'", "Correct it.")
+    found: Flow[..., Any] = getattr(import_module(f"flows.{name}"), name)
+    return found, places[name]
 
 
 def put_deployment(
@@ -97,7 +91,7 @@ def put_deployment(
     Returns:
         FLOW/NAME.
     """
-    flow, place = find_flow(module), place_of(module)
+    flow, place = find_flow(module)
     found = present.get(f"{flow.name}/{name}")
     kept = dict(found.job_variables or {}) if found is not None else {}
     own = place["job_variables"]

@@ -10,6 +10,8 @@ from pipeline.jobs.console import one_line
 if TYPE_CHECKING:
     from prefect.settings import ProfilesCollection
 
+FAULTS = (OSError, ValueError, RuntimeError)
+"""Of a file of profiles that cannot be read or written; the last, of a user without a home."""
 UNCHOSEN = (None, "ephemeral")
 """The active profile of a user who has chosen none."""
 
@@ -18,7 +20,7 @@ def profile_of(home: Path) -> str:
     """Returns the name of a home's profile.
 
     Example:
-        >>> profile_of(Path("/work/.dlrm")), profile_of(Path("/data/team"))
+        >>> profile_of(Path("/data/.dlrm")), profile_of(Path("/data/team"))
         ('dlrm', 'dlrm-team')
     """
     return PROFILE if home.name == f".{PROFILE}" else f"{PROFILE}-{home.name}"
@@ -46,23 +48,23 @@ def write_profile(home: Path, address: str, secret: str | None) -> str:
         if active in UNCHOSEN or is_own_profile(f"{active}"):
             profiles.set_active(active := name)
         _save(profiles)
-    except (OSError, ValueError) as error:
+    except FAULTS as error:
         return f"no profile for the command prefect: {one_line(error)}"
     if active == name:
-        return f"prefect      finds this server in any shell (profile {name})"
-    return f"prefect      finds this server with: prefect profile use {name} (now: {active})"
+        return f"the command prefect finds this server in any shell (profile {name})"
+    return f"the command prefect finds this server after `prefect profile use {name}`; {active} is active"
 
 
-def leave_profile(home: Path) -> None:
-    """Makes the profile of a home inactive, when its server has ended."""
-    from prefect.settings import load_profiles
+def leave_profile(home: Path, address: str) -> None:
+    """Makes the profile of a home inactive, when its server has ended, and it still is that server's."""
+    from prefect.settings import PREFECT_API_URL, load_profiles
 
     try:
-        profiles = load_profiles()
-        if profiles.active_name == profile_of(home):
+        profiles, name = load_profiles(), profile_of(home)
+        if profiles.active_name == name and profiles[name].settings.get(PREFECT_API_URL) == address:
             profiles.set_active("ephemeral")
             _save(profiles)
-    except (OSError, ValueError):
+    except FAULTS:
         pass  # the next server writes it again
 
 

@@ -185,8 +185,8 @@ def set_up(client: SyncPrefectClient, settings: Settings) -> list[str]:
         A line for each thing done.
     """
     done = [*prepare(client, settings), _put_standard(client)]
-    training = list_deployments(client).get(CHAIN_TARGET)
-    return [*done, *([] if training is None else [_automation(client, chain(training.id), settings.chain)])]
+    training = client.read_deployment_by_name(CHAIN_TARGET)
+    return [*done, _automation(client, chain(training.id), settings.chain)]
 
 
 def _pool(client: SyncPrefectClient) -> str:
@@ -220,8 +220,6 @@ def _put_standard(client: SyncPrefectClient) -> str:
             skipped.append(name)  # another project's
             continue
         put_deployment(client, one["name"], module, one["parameters"], one["description"], one["tags"], present)
-    if not standard:
-        return "no prefect.yaml in an installed package: deployments are those of your configs"
     others = f"; left alone, of another project: {', '.join(skipped)}" if skipped else ""
     return f"{len(standard) - len(skipped)} deployments of {ROOT / 'prefect.yaml'}, without schedules{others}"
 

@@ -53,10 +53,10 @@ def profiles_file() -> Path:
 
 
 def read_profile() -> tuple[str, dict[str, Any]]:
-    """Returns name and settings of the user's active Prefect profile. Without a file, or with a damaged one: none."""
+    """Returns name and settings of the user's active Prefect profile. None where there is no readable file."""
     try:
         content = tomllib.loads(profiles_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # the last: this user has no home
         return "", {}
     name = os.environ.get("PREFECT_PROFILE") or f"{content.get('active', '')}"
     settings = content.get("profiles", {})

@@ -152,8 +152,8 @@ def test_a_config_of_the_project_is_found_in_any_checkout(client):
     [
         (["cron=0 5 * *"], "argument 'cron': expected minute, hour, day of month, month and day of week, such as '0 5 * * *', got '0 5 * *'."),
         (["cron=0 5 * * *", "timezone=Mars"], "argument 'timezone': expected one such as Europe/Berlin, got 'Mars'."),
-        (["flow=nothing"], "argument 'flow': expected a flow, such as recurring or train, got 'nothing'."),
-        (["flow=serve"], "argument 'flow': expected a flow, such as recurring or train, got 'serve'."),
+        (["flow=nothing"], "argument 'flow': expected one of backfill, backtest, "),
+        (["flow=serve"], "argument 'flow': expected one of backfill, backtest, "),
         (["training.epoch=3"], "{path}, key 'training.epoch': expected a known key"),
         (["take_over=perhaps"], "argument 'take_over': expected a valid boolean"),
         (["crom=1"], "argument 'crom'"),

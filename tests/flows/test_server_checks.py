@@ -143,7 +143,7 @@ def test_both_know_where_make_ui_leaves_its_address():
 
 
 def test_the_login_in_an_address_is_sent_and_never_shown():
-    """A server that wants it answers; a wrong one, and none, are told without it."""
+    """The right login gets an answer. A wrong one, and none, end with a sentence that does not show it."""
 
     class Login(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -29,7 +29,7 @@ def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_prefects_own_command_finds_the_server_in_a_new_shell(profiles, tmp_path):
     said = write_profile(tmp_path / ".dlrm", ADDRESS, "dlrm:secret")
-    assert said == "prefect      finds this server in any shell (profile dlrm)"
+    assert said == "the command prefect finds this server in any shell (profile dlrm)"
     bare = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT_")}
     words = [str(Path(sys.executable).parent / "prefect"), "config", "view", "--show-secrets"]
     found = subprocess.run(
@@ -52,12 +52,12 @@ def test_a_profile_that_the_user_has_chosen_stays_active(profiles, tmp_path):
     profiles.parent.mkdir()
     profiles.write_text('active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "http://h/api"\n')
     said = write_profile(tmp_path / "team", ADDRESS, None)
-    assert said == "prefect      finds this server with: prefect profile use dlrm-team (now: mine)"
+    assert said == "the command prefect finds this server after `prefect profile use dlrm-team`; mine is active"
     content = tomllib.loads(profiles.read_text())
     assert content["active"] == "mine"
     assert content["profiles"]["mine"] == {"PREFECT_API_URL": "http://h/api"}
     assert content["profiles"]["dlrm-team"] == {"PREFECT_API_URL": ADDRESS}
-    leave_profile(tmp_path / "team")
+    leave_profile(tmp_path / "team", ADDRESS)
     assert read_profile()[0] == "mine"
 
 
@@ -66,9 +66,10 @@ def test_a_later_server_replaces_it_and_its_end_leaves_it(profiles, tmp_path):
     write_profile(home, "http://127.0.0.1:1/api", "old")
     write_profile(home, ADDRESS, None)
     assert read_profile() == ("dlrm", {"PREFECT_API_URL": ADDRESS})
-    leave_profile(tmp_path / "other")  # another home's server ends
+    leave_profile(tmp_path / "other", ADDRESS)  # another home's server ends
+    leave_profile(home, "http://127.0.0.1:1/api")  # or that of a home of the same name
     assert read_profile()[0] == "dlrm"
-    leave_profile(home)
+    leave_profile(home, ADDRESS)
     assert read_profile()[0] == "ephemeral"
 
 
@@ -92,3 +93,25 @@ def test_our_own_commands_do_without_it(profiles, tmp_path):
     ):
         done = subprocess.run([sys.executable, "-c", code], env=bare | more, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+def test_a_user_without_a_home_has_no_profile(profiles, tmp_path, monkeypatch):
+    """As in a container with a user of its own number."""
+
+    def nowhere(self: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PREFECT_PROFILES_PATH")
+    monkeypatch.delenv("PREFECT_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", nowhere)
+    assert read_profile() == ("", {})
+    assert "Could not determine home directory" in write_profile(tmp_path, ADDRESS, None)
+
+
+def test_any_name_of_a_home_is_one_of_a_profile(profiles, tmp_path):
+    for name in ("my home.v2", 'a"b', "[x]", "ß"):
+        write_profile(tmp_path / name, ADDRESS, "dlrm:secret")
+        assert read_profile() == (
+            f"dlrm-{name}",
+            {"PREFECT_API_URL": ADDRESS, "PREFECT_API_AUTH_STRING": "dlrm:secret"},
+        )
