@@ -47,6 +47,8 @@ class Verdict(BaseModel, frozen=True):
     champion_ne: float | None = None
     resampled_by: str | None = None
     difference: Difference | None = None
+    pending: bool = False
+    """Whether a later day decides, which no model has seen yet."""
 
 
 def ne_difference(pairs: PairedSums, by_rows: bool, level: float, member: int = 0) -> Difference | None:

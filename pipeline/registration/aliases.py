@@ -15,6 +15,8 @@ from pipeline.registration.versions import FILES, TRAINED_FROM
 
 log = logging.getLogger("dlrm")
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"
+CHAMPION_OF = "champion_of"
+"""Tag of an MLflow run whose version is or was champion: the name of the model then."""
 UNSEEN = "A login of MLflow hides models without permission: then ask for READ."
 MOVE = "mlflow.dlrm.move."
 """Prefix of the tags of a registered model that record moves. The time follows.
@@ -84,7 +86,8 @@ def move_alias(
         RegistryError: If there is no such version.
     """
     previous = find_holder(tracker, name, alias)
-    if tracker.get_version(name, str(version)) is None:
+    found = tracker.get_version(name, str(version))
+    if found is None:
         raise _no_version(tracker, name, version)
     done = None
     if previous != version:
@@ -98,6 +101,8 @@ def move_alias(
     if done is not None:
         try:
             tracker.client.update_registered_model(name, describe_model(tracker, name))
+            if alias == CHAMPION and found.run_id:  # one made by hand may have none
+                tracker.tag(found.run_id, {CHAMPION_OF: name})
         except MlflowException as error:  # the alias has moved
             log.warning("the page of model '%s' is not up to date: %s", name, explain(error))
     return done
@@ -195,11 +200,24 @@ def list_old_moves(tracker: Tracker, name: str, kept: int, before: datetime.date
     return _list_keys(tracker.client.get_registered_model(name).tags)[: max(old, 0)] if old > 0 else []
 
 
-def lost_champion(tracker: Tracker, name: str) -> int | None:
-    """Returns the last champion of a model without one. None: the model has a champion, or never had one."""
+def lost_champion(tracker: Tracker, name: str) -> str | None:
+    """Says what became of the champion of a model without one. None: the model has a champion, or never had one.
+
+    A model that somebody has renamed or removed in MLflow takes its moves along. Its runs are still there.
+    """
     if find_holder(tracker, name) is not None:
         return None
-    return next((move.version for move in reversed(list_moves(tracker, name)) if move.alias == CHAMPION), None)
+    last = next((move.version for move in reversed(list_moves(tracker, name)) if move.alias == CHAMPION), None)
+    if last is not None:
+        return (
+            f"version {last} was the last, and the alias '{CHAMPION}' is gone. "
+            "Name one: python -m flows.promote CONFIG version=N."
+        )
+    run = tracker.find_finished({CHAMPION_OF: name})
+    return run and (
+        f"that of MLflow run {run[:8]} is not among the versions of '{name}'. Was the model renamed or removed? Give "
+        "it that name again, or choose a version: python -m flows.promote CONFIG version=N."
+    )
 
 
 def rollback(tracker: Tracker, name: str) -> Move:
@@ -286,6 +304,8 @@ def no_champion(tracker: Tracker, name: str, otherwise: str = "") -> RegistryErr
     if known := list_versions(tracker, name):
         named = ", ".join(str(number) for number in known)
         remedy = f"Choose among versions {named}: python -m flows.promote CONFIG version=N. {otherwise}".rstrip()
+    elif lost := lost_champion(tracker, name):
+        remedy = f"{lost[0].upper()}{lost[1:]}"
     return RegistryError(f"model '{name}'", "a champion", "none", remedy)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 SECTIONS = {
     "eval_": "eval/",
     "gate_": "gate/",
+    "judged_": "judged/",
     "train_": "train/",
     "valid_": "valid/",
     "batch_extract_": "input/extract_",

@@ -250,10 +250,11 @@ class Tracker:
                 stale.append(str(run.info.run_id))
         return stale
 
-    def find_finished(self, identity: str, tags: Mapping[str, str]) -> str | None:
-        """Returns the id of the newest finished run of this identity and tags. None: there is none."""
-        wanted = {"identity": identity, **tags}
-        conditions = [f"tags.`{key}` = '{value}'" for key, value in wanted.items()]
+    def find_finished(self, tags: Mapping[str, str]) -> str | None:
+        """Returns the id of the newest finished run with these tags. None: there is none, or no experiment is open."""
+        if not self.experiment_id:
+            return None
+        conditions = [f"tags.`{key}` = '{value}'" for key, value in tags.items()]
         query = " and ".join(["attributes.status = 'FINISHED'", *conditions])
         runs = self.client.search_runs([self.experiment_id], query, max_results=1)
         return str(runs[0].info.run_id) if runs else None

@@ -308,7 +308,7 @@ class Run:
         tracker.client, tracker.uri = self.server, "http://sim"  # type: ignore[assignment]
         tracker.experiment, tracker.experiment_id = NAME, "1"
         stands: Any = tracker
-        stands.find_finished = lambda identity, tags: self.idle.get(identity)
+        stands.find_finished = lambda tags: self.idle.get(tags.get("identity"))
         stands.load_result = lambda run_id: {"day": "", "model": {}, "train": {"steps": 1}}
         stands.log_json = lambda *_: None
         space.tracking = tracker

@@ -187,7 +187,7 @@ def _find_done(workspace: Workspace, identity: str) -> tuple[int | None, str] | 
     versions = find_versions(tracker, workspace.config.model_name, identity)
     if versions:
         return versions[-1]
-    run = tracker.find_finished(identity, {TRAINING_TAG: "none"})
+    run = tracker.find_finished({"identity": identity, TRAINING_TAG: "none"})
     return None if run is None else (None, run)
 
 

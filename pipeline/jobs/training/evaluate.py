@@ -103,7 +103,9 @@ def compare_with_champion(
     known = version if seen is None else None
     scored = score_both(workspace, spec, rows, model, known, Path(job.folder), progress, exact)
     if job.judged_later:
-        verdict = Verdict(decision="hold", reason="It is judged on the next day, which no model has seen yet.")
+        verdict = Verdict(
+            decision="hold", reason="It is judged on the next day, which no model has seen yet.", pending=True
+        )
     elif version is None:
         verdict = _judge_alone(workspace, scored)
     elif seen is not None:
@@ -220,15 +222,11 @@ def _find_seen_rows(workspace: Workspace, job: TrainingJob, version: int) -> str
 
 
 def _judge_alone(workspace: Workspace, scored: Scored) -> Verdict:
-    """Decides on a model without a champion. Holds it if somebody has removed the champion's alias."""
+    """Decides on a model without a champion. Holds it if somebody has removed the champion."""
     lost = lost_champion(workspace.tracking, workspace.config.model_name)
     if lost is None:
         return _hold_leaks(scored, judge_first(scored.evaluation, scored.report, workspace.config.gate), None)
-    reason = (
-        f"There is no champion to compare with: version {lost} was the last, and the alias '{CHAMPION}' is gone. "
-        "Name one: python -m flows.promote CONFIG version=N."
-    )
-    return Verdict(decision="hold", reason=reason)
+    return Verdict(decision="hold", reason=f"There is no champion to compare with: {lost}")
 
 
 def evaluate_model(

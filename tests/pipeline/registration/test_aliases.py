@@ -210,7 +210,31 @@ def test_a_champion_whose_alias_is_gone_is_known(tracker, name):
         move_alias(tracker, name, CHAMPION, version, "gate", "")
     assert lost_champion(tracker, name) is None
     tracker.client.delete_registered_model_alias(name, CHAMPION)
-    assert lost_champion(tracker, name) == 2
+    assert lost_champion(tracker, name).startswith(f"version 2 was the last, and the alias '{CHAMPION}' is gone.")
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_a_model_that_was_renamed_or_removed_had_a_champion(tracker, name, tmp_path, remove):
+    """Its moves went with it. Another model's champion does not count, nor does a version that was only held."""
+    other, model = f"other{name}", f"own{name}"
+    for one in (other, model):
+        tracker.client.create_registered_model(one)
+    runs = [tracker.start(one, {}, {}, None) for one in (other, model)]
+    tracker.client.create_model_version(other, tmp_path.as_uri(), runs[0])
+    tracker.client.create_model_version(model, tmp_path.as_uri(), runs[1])
+    tracker.end(runs[0], "FINISHED"), tracker.end(runs[1], "FINISHED")
+    move_alias(tracker, other, CHAMPION, 1, "gate", "")
+    move_alias(tracker, model, CHALLENGER, 1, "gate", "")
+    tracker.client.delete_registered_model_alias(model, CHALLENGER)
+    assert lost_champion(tracker, model) is None
+    move_alias(tracker, model, CHAMPION, 1, "person", "")
+    if remove:
+        tracker.client.delete_registered_model(model)
+    else:
+        tracker.client.rename_registered_model(model, f"{model}2")
+    assert lost_champion(tracker, model).startswith(f"that of MLflow run {runs[1][:8]} is not among the versions of")
+    with pytest.raises(RegistryError, match=r"expected a champion, got none. That of MLflow run .* Was the model ren"):
+        choose_version(tracker, model, None)
 
 
 def test_the_champion_is_found_without_the_other_versions(tracker, name):
