@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline.evaluation.metrics import format_interval, format_metric
-from pipeline.evaluation.record import FLOOR, METRICS, PLOTS, RunRecord, slice_cells
+from pipeline.evaluation.record import FLOOR, IN_MARKDOWN, METRICS, PLOTS, RunRecord, slice_cells
 
 LESS_IS_BETTER = {"NE", "NE, recalibrated", "log loss", "ECE"}
 MORE_IS_BETTER = {"AUC", "PR-AUC", "GAUC"}
@@ -46,11 +46,30 @@ def _quality(records: Sequence[RunRecord]) -> dict[str, Any]:
     if any(report.ne_low is not None for report in reports):
         intervals = [format_interval(report.ne_low, report.ne_high) for report in reports]
         rows.insert(1, _row("interval of NE", *intervals, *([_interval_between(records)] if two else [])))
-    champions = [record.result["gate"].get("champion_ne") for record in records]
-    if any(champion is not None for champion in champions):
-        rows.append(_row("NE of the champion at the time", *map(format_metric, champions), *([""] if two else [])))
-    rows.append(_row("rows", *(f"{report.overall.rows:,}" for report in reports), *([""] if two else [])))
+    blank = [""] if two else []
+    rows.append(_row("rows", *(f"{report.overall.rows:,}" for report in reports), *blank))
+    for name, cells in _list_judged(records).items():
+        if any(cell is not None for cell in cells):
+            rows.append(_row(name, *("–" if cell is None else cell for cell in cells), *blank))
     return {"header": ["", *(record.title for record in records), *(["difference"] if two else [])], "rows": rows}
+
+
+def _list_judged(records: Sequence[RunRecord]) -> dict[str, list[str | None]]:
+    """Returns the rows about the gate's comparison. That of a daily model is on all rows of another day."""
+    found: dict[str, list[str | None]] = {}
+    for number, record in enumerate(records):
+        day, judged = record.result.get("judged_on"), record.result.get("judged_eval")
+        champion = record.result["gate"].get("champion_ne")
+        cells = {"NE of the champion at the time": None if champion is None else format_metric(champion)}
+        if judged is not None:
+            cells = {"judged on all rows of": f"{day}", "rows of that day": f"{judged['rows']:,}"}
+            cells |= {
+                f"{name} on that day": format_metric(judged[key]) for key, name in METRICS.items() if key in IN_MARKDOWN
+            }
+            cells["NE of the champion on that day"] = None if champion is None else format_metric(champion)
+        for name, cell in cells.items():
+            found.setdefault(name, [None] * len(records))[number] = cell
+    return found
 
 
 def _interval_between(records: Sequence[RunRecord]) -> str:

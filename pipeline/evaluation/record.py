@@ -108,12 +108,18 @@ class RunRecord(BaseModel, frozen=True):
         overall, gate, floor = self.report.overall, self.result["gate"], self.report.ne_floor
         empty = [""] * len(IN_MARKDOWN)
         first = [self.comparison] if self.comparison else []
-        rows = [["evaluation", *(format_metric(getattr(overall, key)) for key in IN_MARKDOWN), f"{overall.rows:,}"]]
+        rows = [[self._name_rows(), *_metric_cells(overall.model_dump())]]
         rows += [] if floor is None else [[FLOOR, format_metric(floor), *empty]]
-        decided = f"{gate['decision'].capitalize()}, NE {format_metric(overall.ne)} on {overall.rows:,} rows"
+        if (judged := self.result.get("judged_eval")) is not None:
+            rows.insert(0, [f"all rows of {self.result['judged_on']}", *_metric_cells(judged)])
+            scored = f"{gate['decision'].capitalize()}, NE {format_metric(judged['ne'])} on {judged['rows']:,} rows"
+            scored += f" of {self.result['judged_on']}"
+        else:
+            word = "To be judged" if gate.get("pending") else gate["decision"].capitalize()
+            scored = f"{word}, NE {format_metric(overall.ne)} on {overall.rows:,} rows"
         blocks = [
             *first,
-            f"{decided}: {gate['reason']}",
+            f"{scored}: {gate['reason']}",
             markdown_table(["", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows),
             self.effort,
             f"Snapshot `{self.result['snapshot_id']}` of table `{self.data['table']}`; "
@@ -129,6 +135,11 @@ class RunRecord(BaseModel, frozen=True):
             blocks.append(markdown_table(names, ([one[name] for name in names] for one in cells)))
         return "\n\n".join(blocks)
 
+    def _name_rows(self) -> str:
+        """Names the rows of the report."""
+        day = self.result.get("day")
+        return "evaluation" if day is None else f"test rows of {day}"
+
     def _render_day(self) -> str | None:
         """Renders the quality of the versions that scored the whole day. None: the run is not of a day."""
         if (day := self.result.get("day")) is None:
@@ -139,11 +150,13 @@ class RunRecord(BaseModel, frozen=True):
             f"challenger, version {judged.get('version')}": judged.get("eval"),
             f"reference, version {reference.get('version')}": reference.get("eval"),
         }
-        rows = [
-            [name, *(format_metric(values[key]) for key in IN_MARKDOWN), f"{values['rows']:,}"]
-            for name, values in scored.items() if values is not None
-        ]  # fmt: skip
+        rows = [[name, *_metric_cells(values)] for name, values in scored.items() if values is not None]
         return markdown_table([f"all rows of {day}", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows)
+
+
+def _metric_cells(values: Mapping[str, Any]) -> list[str]:
+    """Returns the cells of metrics by name in a table of the markdown page, and their rows."""
+    return [*(format_metric(values[key]) for key in IN_MARKDOWN), f"{values['rows']:,}"]
 
 
 def name_slice(part: Slice) -> str:

@@ -59,7 +59,7 @@ def _describe_day(result: Mapping[str, Any]) -> tuple[str, str] | None:
     trained = gate is not None and decision["training"] != "none"
     if judged is not None:
         verdict = _describe_verdict(judged["version"], judged["gate"], judged["eval"])
-    elif trained and gate and (gate["decision"] != "hold" or gate.get("champion")):  # recurring.judge: same_day
+    elif trained and gate and not gate.get("pending"):  # recurring.judge: same_day
         return _on_day(day, *_describe_verdict(version, gate, result.get("eval")))
     after = f"v{version} trained" if trained else "no training"
     long = f"version {version} is judged on the next day" if trained else f"no training: {decision['reason']}"
@@ -75,13 +75,18 @@ def _on_day(day: str, short: str, long: str) -> tuple[str, str]:
 def _describe_verdict(
     version: int | None, gate: Mapping[str, Any], quality: Mapping[str, Any] | None
 ) -> tuple[str, str]:
-    decided, ne = DECIDED[gate["decision"]], (quality or {}).get("ne")
+    decided = "to be judged" if gate.get("pending") else DECIDED[gate["decision"]]
+    ne = (quality or {}).get("ne")
     return f"v{version} {decided}, NE {format_metric(ne)}", f"version {version}, {decided}: {gate['reason']}"
 
 
 def _describe_version(result: Mapping[str, Any]) -> tuple[str, str] | None:
     version, gate = _version(result), result.get("gate")
-    return None if version is None or not gate else _describe_verdict(version, gate, result.get("eval"))
+    return (
+        None
+        if version is None or not gate
+        else _describe_verdict(version, gate, result.get("judged_eval") or result.get("eval"))
+    )
 
 
 def _describe_days(result: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -122,6 +122,13 @@ def test_a_champion_is_trained_day_by_day(filled, monkeypatch, tmp_path):
     ]
     judged = tracker.load_result(tracker.client.get_model_version("toy_daily", "2").run_id)
     assert (judged["gate"], judged["judged_on"], judged["model"]["alias"]) == (verdict, "2025-01-09", "champion")
+    assert judged["judged_eval"] == evaluated["judged"]["eval"]
+    shown = f"v2 promoted, NE {judged['judged_eval']['ne']:.4f} on 2025-01-09 ({rows:,} rows), 2025-01-08 incremental"
+    run_of_second = tracker.client.get_run(tracker.client.get_model_version("toy_daily", "2").run_id)
+    assert run_of_second.info.run_name.startswith(shown)
+    assert run_of_second.data.metrics["judged/ne"] == judged["judged_eval"]["ne"]
+    told = ("ne", "rows", "judged_on")
+    assert [tags(config, 2)[key] for key in told] == [f"{judged['judged_eval']['ne']:.4f}", f"{rows}", "2025-01-09"]
     nightly = recurring(CONFIG, idle | {"recurring.closed_after_hours": 0})
     line = {"day": "2025-01-09", "status": "skipped", "model": evaluated["model"]}
     [told] = nightly.pop("verdicts")

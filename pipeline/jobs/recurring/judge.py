@@ -133,8 +133,9 @@ def _carry_out(workspace: Workspace, verdict: DayVerdict) -> DayVerdict:
     alias = CHAMPION if present == version else {"promote": CHAMPION, "hold": CHALLENGER, "reject": None}[gate.decision]
     run_id = str(tracker.client.get_model_version(name, str(version)).run_id)
     result = tracker.load_result(run_id)
-    result |= {"gate": gate.model_dump(), "judged_on": f"{verdict.day}", "model": result["model"] | {"alias": alias}}
-    log_verdict(workspace, version, run_id, gate, int(result["train"]["steps"]))
+    judged = {"judged_on": f"{verdict.day}", "judged_eval": verdict.quality.get(version)}
+    result |= {"gate": gate.model_dump(), "model": result["model"] | {"alias": alias}} | judged
+    log_verdict(workspace, version, run_id, gate, int(result["train"]["steps"]), judged)
     tracker.log_json(run_id, result, RESULT)
     write_pages(workspace, version, run_id)
     if alias == CHAMPION:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -57,6 +58,7 @@ MOST_CHARACTERS = 5_000
 """Longest description of a version that MLflow's databases take."""
 EVALUATED = "judged.json"
 """File in a run's folder with the `EvaluationResult`."""
+AT_ONCE: Mapping[str, Any] = MappingProxyType({})
 WHEN_IT_ANSWERS = "Once MLflow answers, the same command finishes it."
 
 
@@ -229,21 +231,31 @@ def publish(
     return result
 
 
-def log_verdict(workspace: Workspace, version: int, run_id: str, gate: Verdict, at: int) -> None:
+def log_verdict(
+    workspace: Workspace, version: int, run_id: str, gate: Verdict, at: int, judged: Mapping[str, Any] = AT_ONCE
+) -> None:
     """Writes the gate's verdict to a version and its MLflow run, and names the run after it. Safe to repeat.
 
     Args:
         at: Step of the metrics.
+        judged: The entries of the result on a day that judged it later: `judged_on` and `judged_eval`.
     """
     tracker, name = workspace.tracking, workspace.config.model_name
     run = tracker.client.get_run(run_id)
     about, ne = run.data.tags.get(ABOUT, run.info.run_name), find_metric(run.data.metrics, "eval_ne")
-    shown = f"v{version} {DECIDED[gate.decision]}{'' if ne is None else f', NE {ne:.4f}'}, {about}"
+    tags = {"gate": gate.decision, "gate_reason": gate.reason}
+    if quality := judged.get("judged_eval"):
+        tracker.log(run_id, at, {f"judged_{key}": one for key, one in quality.items() if key != "undefined"})
+        tags |= {"judged_on": judged["judged_on"], "rows": f"{quality['rows']}"}
+        tags |= {key: format_metric(quality[key]) for key in ("ne", "auc")}
+        scored = f", NE {tags['ne']} on {judged['judged_on']} ({quality['rows']:,} rows)"
+    else:
+        scored = "" if ne is None or gate.pending else f", NE {ne:.4f}"
+    shown = f"v{version} {'to be judged' if gate.pending else DECIDED[gate.decision]}{scored}, {about}"
     if gate.difference is not None:
         values = {f"gate_ne_{name}": getattr(gate.difference, name) for name in ("low", "high")}
         values |= {"gate_ne_difference": gate.difference.ne, "gate_champion_ne": gate.champion_ne}
         tracker.log(run_id, at, values)
-    tags = {"gate": gate.decision, "gate_reason": gate.reason}
     tracker.tag(run_id, {"mlflow.runName": shown, ABOUT: about, "version": str(version)} | tags)
     for key, value in tags.items():
         tracker.client.set_model_version_tag(name, str(version), key, value)

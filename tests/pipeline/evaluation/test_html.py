@@ -162,6 +162,30 @@ def test_the_markdown_page_shows_the_same_figures(one):
     assert "| country = B | 50 (few) |" in text
 
 
+def test_pages_say_which_day_the_verdict_is_about(one):
+    """A daily model is evaluated on the test rows of its own day, and judged on all rows of a later one."""
+    overall, gate = one.report.overall, {**one.result["gate"], "decision": "promote", "champion_ne": 0.9911}
+    own = {"day": "2013-03-08", "champion": 2, "gate": {**one.result["gate"], "pending": True}}
+    waiting = one.model_copy(update={"result": {**one.result, **own}})
+    text = waiting.render_markdown("http://x")
+    assert text.startswith(f"To be judged, NE {overall.ne:.4f} on 2,000 rows: ")
+    assert f"| test rows of 2013-03-08 | {overall.ne:.4f} |" in text
+    judged = {"ne": 0.9844, "logloss": 0.5, "auc": 0.61, "calibration": 1.01, "ece": 0.02, "rows": 7520}
+    result = {**waiting.result, "gate": gate, "judged_on": "2013-03-09", "judged_eval": judged}
+    after = one.model_copy(update={"result": result})
+    text = after.render_markdown("http://x")
+    assert text.startswith("Promote, NE 0.9844 on 7,520 rows of 2013-03-09: ")
+    assert "| all rows of 2013-03-09 | 0.9844 | 0.5000 | 0.6100 | 1.0100 | 0.0200 | 7,520 |" in text
+    rows = {row[0]: row[1:] for row in Page(render_report([after])).rows if row}
+    assert rows["judged on all rows of"] == ["2013-03-09"]
+    assert (rows["NE"], rows["NE on that day"]) == ([f"{overall.ne:.4f}"], ["0.9844"])
+    assert (rows["rows"], rows["rows of that day"]) == (["2,000"], ["7,520"])
+    assert rows["NE of the champion on that day"] == ["0.9911"]
+    assert "NE of the champion at the time" not in rows
+    both = {row[0]: row[1:] for row in Page(render_report([after, one])).rows if row}
+    assert both["NE on that day"] == ["0.9844", "–", ""]
+
+
 def test_a_report_begins_with_what_simple_models_do(one):
     boosting = {"name": "boosting", "ne": 0.5, "auc": 0.9, "logloss": 0.3, "rows": 9, "seconds": 1.0}
     compared = one.model_copy(update={"result": {**one.result, "baselines": [boosting]}})

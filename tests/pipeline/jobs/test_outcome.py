@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.jobs.outcome import describe_outcome
 
-WAITS = {"decision": "hold", "reason": "It is judged on the next day, which no model has seen yet."}
+WAITS = {"pending": True, "decision": "hold", "reason": "It is judged on the next day, which no model has seen yet."}
 LOWER = {"decision": "promote", "reason": "NE is lower."}
 JUDGED = {"version": 6, "eval": {"ne": 0.95}, "gate": LOWER}
 TRAINS, KEEPS = ({"training": kind, "reason": "of the policy"} for kind in ("further", "none"))
