@@ -16,7 +16,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def hash_loops(packages: Path) -> str:
-    """Returns a hash of all source files with loops. A loop has the code of the functions that it calls in others."""
+    """Returns a hash of all source files with loops. A loop has the code of the functions that it calls in others.
+
+    Args:
+        packages: Their folder, or the archive that Python imports them from.
+    """
+    if packages.is_file():
+        return hash_contents([(Path(packages.name), packages.read_bytes())])
     paths = (path for room in ("pipeline", "storage") for path in (packages / room).rglob("*.py"))
     files = ((path.relative_to(packages), path.read_bytes()) for path in paths)
     return hash_contents((name, content) for name, content in files if b"storage.compiled" in content)

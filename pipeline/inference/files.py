@@ -11,6 +11,8 @@ MODEL, PLAN, WEIGHTS = "model.json", "plan.json", "weights.safetensors"
 """Files of a packed model."""
 PACKED = "artifacts/model"
 """Folder of the packed model among the files of a version."""
+FILES = "files_sha256"
+"""Tag of a version, and entry of its metadata: names and hashes of the packed files, to detect later damage."""
 EXAMPLE = "serving_input_example.json"
 """File of a version: a body for /invocations, made of rows of the training."""
 SETTLED_SECONDS = 2.0
@@ -26,9 +28,11 @@ def check_files(where: str, folder: Path, hashes: Mapping[str, str]) -> None:
         RegistryError: If a file has changed or is missing. Names it.
     """
     for name, digest in hashes.items():
-        if not (folder / name).is_file() or _hash(folder / name) != digest:
+        there = (folder / name).is_file()
+        if not there or _hash(folder / name) != digest:
             remedy = "Restore them from a copy, or promote another version."
-            raise RegistryError(where, "the files that were registered", f"another {name}", remedy)
+            found = f"{'another' if there else 'no'} {name}"
+            raise RegistryError(where, "the files that were registered", found, remedy)
 
 
 def hash_files(folder: Path) -> dict[str, str]:

@@ -10,8 +10,9 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel, ValidationError
 
 from pipeline.errors import RegistryError
+from pipeline.inference.files import FILES
 from pipeline.registration.tracking import Tracker, explain, is_denied
-from pipeline.registration.versions import FILES, TRAINED_FROM
+from pipeline.registration.versions import TRAINED_FROM
 
 log = logging.getLogger("dlrm")
 CHAMPION, CHALLENGER, REFERENCE = "champion", "challenger", "reference"

@@ -2,8 +2,11 @@
 
 import importlib.metadata
 import json
+import logging
 import shutil
+import sys
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,25 +18,31 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
+from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from safetensors.torch import load_file
 
 from models.config import DLRMConfig
 from models.quantised import write_quantised
 from pipeline.errors import AccessError, RegistryError
 from pipeline.inference.events import EventRecord
-from pipeline.inference.files import MODEL, PACKED, PLAN, WEIGHTS, hash_files
+from pipeline.inference.files import FILES, MODEL, PACKED, PLAN, WEIGHTS
 from pipeline.inference.mlflow_bodies import signature_of
 from pipeline.inference.request import column_type, columns_of
 from pipeline.registration.config import Default, Weights
 from pipeline.registration.tracking import Tracker, is_denied, is_unreachable, local_path
-from pipeline.registration.versions import HASHES, ModelVersion, remove_spares
+from pipeline.registration.versions import ModelVersion, remove_spares
 from pipeline.transforms.joins import EventWindow, History
 from pipeline.transforms.plan.plan import Plan
 from storage.artifacts import atomic_file, link_or_copy, write_json, write_text
 from storage.scratch import ScratchFolder
 
+log = logging.getLogger("dlrm")
+CODE = "code.zip"
+"""File of a stored model: the code that scores."""
+EXAMPLE_ROWS = 3
 TOLERANCE = 2.0**-14
 """Largest difference between the trainer's log-odds and the registered model's, relative to 1 + |log-odds|.
 
@@ -147,44 +156,19 @@ def register(
         RegistryError: If the copy scores differently. Nothing is registered then.
     """
     record: dict[str, Any] = json.loads((folder / MODEL).read_text(encoding="utf-8"))
-    columns: dict[str, str] = record["columns"]
-    needed: dict[str, str] = record.get("events", {}).get("columns", {})
-    no_logs: dict[str, Any] | None = {"events": {}} if needed else None
-    frame = raw_frame(probe, columns)
-    hashes = folder.parent / HASHES
-    write_json(hashes, hash_files(folder))
-    with mlflow.start_run(run_id=run_id), warnings.catch_warnings(), ScratchFolder("dlrm-model-") as texts:
-        warnings.simplefilter("ignore")  # about type hints and integer columns, which the signature covers
-        small = Path(texts, "model")
-        shutil.copytree(folder, small, ignore=shutil.ignore_patterns(WEIGHTS))
-        info = Model.log(
-            None,
-            _Flavor(folder / WEIGHTS),
-            name="model",
-            python_model=str(root / "pipeline" / "registration" / "scorer.py"),
-            artifacts={"model": str(small), "hashes": str(hashes)},
-            code_paths=[str(root / package) for package in ("pipeline", "models", "storage")],
-            signature=signature_of(columns | needed),
-            metadata={"columns": columns, "defaults": record["defaults"]},
-            input_example=frame.head(3),
-            validate_serving_input=False,  # the copy in the registry is, below
-            pip_requirements=requirements_of(record),
-            model_config=no_logs,  # MLflow takes no other names when the model is loaded
-        )
-        _add_weights(tracker, info.model_id, folder / WEIGHTS)
-        # Explicitly without logs: a variable may name some for each model that is loaded.
-        loaded = mlflow.pyfunc.load_model(info.model_uri, model_config=no_logs)
-        actual = loaded.predict(frame)["probability"].to_numpy()
-    check_probabilities(run_id, actual, expected, tolerance)
+    frame = raw_frame(probe, record["columns"])
+    with ScratchFolder("registered-", folder.parent) as scratch:  # on the filesystem of the weights, which are linked
+        files = Path(scratch, "stored")
+        model = _save(files, folder, record, json.loads(tags[FILES]), frame.head(EXAMPLE_ROWS), root)
+        check_probabilities(run_id, _score(files, frame, record), expected, tolerance)
+        logged = _upload(tracker, run_id, model, files, folder / WEIGHTS)
     with _permitted(name):
         try:
             tracker.client.create_registered_model(name)
         except MlflowException as error:  # it exists
             if is_unreachable(error):
                 raise
-        made = tracker.client.create_model_version(
-            name, info.model_uri, run_id, tags=dict(tags), model_id=info.model_id
-        )
+        made = tracker.client.create_model_version(name, f"models:/{logged}", run_id, tags=dict(tags), model_id=logged)
     remove_spares(tracker, made)
     return ModelVersion(name=name, version=int(made.version), alias=None)
 
@@ -205,28 +189,102 @@ def _permitted(name: str) -> Iterator[None]:
         raise AccessError(f"model '{name}' in MLflow", "permission to register versions", "a refusal", ask) from None
 
 
-class _Flavor:
-    """MLflow's pyfunc without its weights, which MLflow would copy twice on their way to the registry."""
+def _save(
+    files: Path, folder: Path, record: Mapping[str, Any], hashes: Mapping[str, str], example: pd.DataFrame, root: Path
+) -> Model:
+    """Writes a packed model as MLflow stores one. The weights are linked, and the code is one file.
 
-    __name__ = "mlflow.pyfunc"
+    Args:
+        record: The model's, as in its file.
+        hashes: Of the packed files.
+    """
+    model, small = Model(), files.with_name(Path(PACKED).name)  # MLflow keeps the name
+    shutil.copytree(folder, small, ignore=shutil.ignore_patterns(WEIGHTS))  # MLflow copies what it is given
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about type hints and integer columns, which the signature covers
+        mlflow.pyfunc.save_model(
+            files,
+            mlflow_model=model,
+            python_model=str(root / "pipeline" / "registration" / "scorer.py"),
+            artifacts={"model": str(small)},
+            signature=signature_of(record["columns"] | _event_columns(record)),
+            metadata={"columns": record["columns"], "defaults": record["defaults"], FILES: dict(hashes)},
+            input_example=example,
+            pip_requirements=requirements_of(record),
+            model_config=_without_logs(record),  # MLflow takes no other names when the model is loaded
+        )
+    link_or_copy(folder / WEIGHTS, files / PACKED / WEIGHTS)
+    _write_code(files / CODE, root)
+    model.flavors["python_function"]["code"] = CODE
+    model.model_size_bytes = sum(path.stat().st_size for path in files.rglob("*") if path.is_file())
+    model.save(str(files / "MLmodel"))
+    return model
 
-    def __init__(self, weights: Path) -> None:
-        self.weights = weights
 
-    def save_model(self, path: str, mlflow_model: Model, validate_serving_input: bool, **parts: Any) -> None:
-        """Writes all other files. Named and called by `Model.log`."""
-        mlflow.pyfunc.save_model(path, mlflow_model=mlflow_model, **parts)
-        mlflow_model.model_size_bytes = (mlflow_model.model_size_bytes or 0) + self.weights.stat().st_size
-        mlflow_model.save(str(Path(path, "MLmodel")))
+def _event_columns(record: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = record.get("events", {}).get("columns", {})
+    return found
 
 
-def _add_weights(tracker: Tracker, model_id: str, weights: Path) -> None:
-    """Adds the weights to a logged model: as a link where the registry is on the same filesystem."""
-    place = local_path(tracker.client.get_logged_model(model_id).artifact_location)
-    if place is None:
-        tracker.client.log_model_artifact(model_id, str(weights), PACKED)
-    else:
+def _without_logs(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the configuration of a model that reads no event logs. None: it could not read any."""
+    return {"events": {}} if _event_columns(record) else None
+
+
+def _write_code(path: Path, root: Path) -> None:
+    """Writes the modules of the project's packages into an archive, from which Python imports.
+
+    MLflow sends and fetches a file a request, and there are more than 400 modules.
+    """
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for package in ("pipeline", "models", "storage"):
+            for module in sorted((root / package).rglob("*.py")):
+                member = zipfile.ZipInfo(f"{module.relative_to(root)}")  # its time is fixed: equal code, equal bytes
+                archive.writestr(member, module.read_bytes(), zipfile.ZIP_DEFLATED)
+
+
+def _score(files: Path, frame: pd.DataFrame, record: Mapping[str, Any]) -> npt.NDArray[np.float64]:
+    """Loads a model as its users will, and returns its probabilities.
+
+    Explicitly without logs: a variable may name some for each model that is loaded.
+    """
+    paths = sys.path  # MLflow puts the model's code first
+    try:
+        found = mlflow.pyfunc.load_model(str(files), model_config=_without_logs(record)).predict(frame)
+    finally:
+        sys.path = paths
+    return found["probability"].to_numpy()
+
+
+def _upload(tracker: Tracker, run_id: str, model: Model, files: Path, weights: Path) -> str:
+    """Sends a saved model to the store of the run's experiment, a request a file. Returns its id in MLflow.
+
+    Raises:
+        RegistryError: If the store says that a file has another size.
+    """
+    client, params = tracker.client, tracker.client.get_run(run_id).data.params
+    logged = client.create_logged_model(tracker.experiment_id, "model", source_run_id=run_id, params=params)
+    model.run_id, model.artifact_path = run_id, logged.artifact_location
+    model.model_id = model.model_uuid = logged.model_id
+    model.save(str(files / "MLmodel"))
+    sizes = {f"{path.relative_to(files)}": path.stat().st_size for path in files.rglob("*") if path.is_file()}
+    store = get_artifact_repository(logged.artifact_location, tracking_uri=tracker.uri)
+    (files / PACKED / WEIGHTS).unlink()  # links are copied, but it can be a link where the store is on this filesystem
+    store.log_artifacts(str(files))
+    if (place := local_path(logged.artifact_location)) is not None:
         link_or_copy(weights, place / PACKED / WEIGHTS)
+    else:
+        log.info("uploading the model: %d files, %.1f MB", len(sizes), sum(sizes.values()) / 1e6)
+        store.log_artifact(str(weights), PACKED)
+    stored = {one.path: one.file_size for part in (None, PACKED) for one in store.list_artifacts(part)}
+    if wrong := [name for name, size in sizes.items() if stored.get(name) != size]:
+        raise RegistryError(
+            f"{wrong[0]} of the model of run {run_id} in MLflow's store", f"{sizes[wrong[0]]} bytes",
+            f"{stored.get(wrong[0], 'none')}", "Look at its disk and its limits, then register the run again.",
+        )  # fmt: skip
+    client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, step=0)])
+    client.finalize_logged_model(logged.model_id, LoggedModelStatus.READY)
+    return str(logged.model_id)
 
 
 def check_probabilities(

@@ -1,16 +1,16 @@
 """The pyfunc: raw rows in, probabilities out. MLflow saves this file and runs it where the model is served."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import mlflow.models
 import pandas as pd
 from mlflow.exceptions import MlflowException
+from mlflow.models import Model
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
 from pipeline.errors import InputError
-from pipeline.inference.files import check_files
+from pipeline.inference.files import FILES, check_files
 from pipeline.inference.mlflow_bodies import as_sent
 from pipeline.inference.model import LoadedModel
 
@@ -26,8 +26,7 @@ class Scorer(PythonModel):
             ConfigError: If the event logs of the configuration `events` do not fit the model.
         """
         folder = Path(context.artifacts["model"])
-        hashes = json.loads(Path(context.artifacts["hashes"]).read_text(encoding="utf-8"))
-        check_files("served model", folder, hashes)
+        check_files("served model", folder, (Model.load(folder.parents[1]).metadata or {})[FILES])
         self.loaded = LoadedModel(folder, logs=(context.model_config or {}).get("events") or {})
 
     def predict(

@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from pipeline.errors import RegistryError
-from pipeline.inference.files import MODEL, PACKED, PLAN, WEIGHTS, check_files
+from pipeline.inference.files import FILES, MODEL, PACKED, PLAN, WEIGHTS, check_files
 from pipeline.registration.tracking import (
     Tracker,
     explain,
@@ -31,12 +31,8 @@ IDENTITY = "identity"
 """Tag of a version: the identity of the work it was made from."""
 TRAINED_FROM = "trained_from"
 """Tag of a daily version: the version that it continues, or `scratch`."""
-FILES = "files_sha256"
-"""Tag of a version: names and hashes of the packed files as JSON, to detect later damage."""
 SIZE = "size_bytes"
 """Tag of a version: bytes of its weights."""
-HASHES = "hashes.json"
-"""File with the same, which the served model finds beside its files."""
 
 
 class ModelVersion(BaseModel, frozen=True):
@@ -92,7 +88,7 @@ def download_packed(tracker: Tracker, name: str, version: int, folder: Path) -> 
 def fetch_packed(tracker: Tracker, name: str, version: int, folder: Path) -> tuple[Path, Callable[[], None]]:
     """Fetches as `download_packed`, but leaves a check to the caller that reads the weights, however many they are.
 
-    The 300 files of code that MLflow's own server needs stay where they are.
+    The code that MLflow's own server needs stays where it is.
     """
     where, hashes, _ = _registered(tracker, name, version)
     download_part(tracker, name, version, PACKED, folder)

@@ -3,6 +3,8 @@
 import json
 import math
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -165,6 +167,35 @@ def test_model_version_is_recorded(smoke, at_home):
     assert info.metadata is not None
     assert info.metadata["columns"]["list_interests"] == "list<long>"
     assert info.saved_input_example_info is not None
+
+
+SCORES = """
+import sys, mlflow, numpy as np
+model = mlflow.pyfunc.load_model(sys.argv[1])
+import pipeline.inference.model
+assert "code.zip" in pipeline.inference.model.__file__, pipeline.inference.model.__file__
+print(*model.predict(model.input_example)["probability"])
+"""
+
+
+def test_a_version_is_a_dozen_files_and_scores_with_the_code_among_them(smoke, at_home, tmp_path):
+    """MLflow sends a file a request. The process that scores stands in a folder without the project."""
+    uri = open_smoke().tracking.uri
+    mlflow.set_tracking_uri(uri)
+    place = Path(mlflow.artifacts.download_artifacts("models:/smoke/1", dst_path=str(tmp_path / "version")))
+    files = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+    assert len(files) <= 12
+    assert {"code.zip", "MLmodel", "artifacts/model/weights.safetensors"} <= set(files)
+    assert (
+        mlflow.models.Model.load(place).model_size_bytes
+        >= (place / "artifacts/model/weights.safetensors").stat().st_size
+    )
+    words = [sys.executable, "-c", SCORES, str(place)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    example = mlflow.pyfunc.load_model(str(place)).input_example
+    expected = LoadedModel(place / "artifacts" / "model")
+    scores = expected.score(expected.table_of(example))
+    assert [float(one) for one in done.stdout.split()] == pytest.approx(scores.tolist(), abs=1e-7)
 
 
 def test_no_pickle_is_left(smoke, at_home):

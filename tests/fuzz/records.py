@@ -14,13 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline.errors import RegistryError
 from pipeline.evaluation.config import EvaluationConfig
-from pipeline.inference.files import MODEL, PLAN, WEIGHTS, hash_files
+from pipeline.inference.files import FILES, MODEL, PLAN, WEIGHTS, hash_files
 from pipeline.jobs.training.provenance import RECORD, Record, fetch_record
 from pipeline.jobs.training.run import read_evaluation
 from pipeline.registration.aliases import MOVE, Move, list_moves
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.tracking import CONFIG, RESULT, Tracker
-from pipeline.registration.versions import FILES, download_packed
+from pipeline.registration.versions import download_packed
 from pipeline.training.config import ShardingType
 from pipeline.training.tables.plan import (
     PlanRows,

@@ -10,14 +10,14 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import mlflow
-import pandas as pd
+import numpy as np
 import pyarrow as pa
 from mlflow.exceptions import MlflowException
 
@@ -26,6 +26,7 @@ from pipeline.errors import ContractError, RegistryError, TrackingError
 from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.metrics import Quality
+from pipeline.inference.files import PACKED
 from pipeline.jobs.console import Console
 from pipeline.jobs.training import finish, job
 from pipeline.jobs.training.evaluate import EvaluationResult
@@ -41,7 +42,7 @@ from storage.artifacts import atomic_file, write_text
 from tests.simulation import disk, server
 from tests.simulation.disk import Disk
 from tests.simulation.outcome import Outcome, scratch
-from tests.simulation.server import Server
+from tests.simulation.server import Server, Store
 from tests.simulation.tables import Clock
 from tests.simulation.world import World, require
 
@@ -143,12 +144,12 @@ class Run:
         folder = register.pack(Path(work.folder) / "model", weights, plan, model, schema)
         return folder, [0.5], 1e-6
 
-    def log_model(self, _: None, flavor: Any, artifacts: dict[str, str], **__: Any) -> Any:
-        """Takes the files of a packed model but for the weights."""
-        folder = Path(artifacts["model"])
-        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-        number = self.server.call("log_model", lambda: self.server._log_model(files))
-        return SimpleNamespace(model_uri=f"models:/{number}", model_id=number)
+    def save(self, files: Path, folder: Path, *_: Any) -> Any:
+        """Writes the files that are sent to the store."""
+        (files / PACKED).mkdir(parents=True)
+        for path in folder.iterdir():
+            shutil.copyfile(path, files / PACKED / path.name)
+        return SimpleNamespace(save=lambda path: None)
 
     def new_training(self) -> None:
         """A scheduled training, repeated until it is done."""
@@ -298,11 +299,6 @@ class Monitor:
 @contextmanager
 def simulated(run: Run) -> Iterator[None]:
     """The code of registrations meets the run's disk, clock and server in this block."""
-    loaded = SimpleNamespace(predict=lambda frame: pd.DataFrame({"probability": [0.5] * len(frame)}))
-    library = SimpleNamespace(
-        start_run=lambda run_id: nullcontext(),
-        pyfunc=SimpleNamespace(load_model=lambda address, model_config: loaded),
-    )
 
     def copy(source: Path, target: Path) -> None:
         """Stands for `link_or_copy` on a filesystem without links, which the disk does not play."""
@@ -310,9 +306,7 @@ def simulated(run: Run) -> Iterator[None]:
             shutil.copyfile(source, temporary)
 
     def repository(place: str, tracking_uri: str) -> Any:
-        return SimpleNamespace(
-            delete_artifacts=lambda: run.server.call("delete_artifacts", lambda: run.server.logged[place].clear())
-        )
+        return Store(run.server, place)
 
     def pages(space: Any, version: int, run_id: str) -> str:
         space.tracking.client.update_model_version(MODEL, str(version), description="text")
@@ -327,8 +321,8 @@ def simulated(run: Run) -> Iterator[None]:
     moment = SimpleNamespace(datetime=clock, UTC=datetime.UTC, timedelta=datetime.timedelta)
     with ExitStack() as stack:
         for owner, name, value in (
-            (register, "mlflow", library), (register, "requirements_of", list), (tracking, "os", own),
-            (register, "Model", SimpleNamespace(log=run.log_model)), (register, "link_or_copy", copy),
+            (register, "_save", run.save), (register, "_score", lambda *_: np.array([0.5])), (tracking, "os", own),
+            (register, "get_artifact_repository", repository), (register, "link_or_copy", copy),
             (tracking, "_lives", lambda tags: tags["dlrm.pid"] == str(process())),
             (tracking, "SystemMetricsMonitor", Monitor),
             (mlflow.artifacts, "download_artifacts", run.server.download_model),

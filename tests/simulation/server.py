@@ -22,6 +22,7 @@ from mlflow.protos.databricks_pb2 import (
 )
 from mlflow.store.entities import PagedList
 
+from pipeline.inference.files import PACKED
 from tests.simulation.disk import Disk
 from tests.simulation.world import World, require
 
@@ -81,7 +82,7 @@ class Server:
     def _create_run(self, experiment: str, run_name: str, tags: Mapping[str, str]) -> Any:
         run_id = f"run{next(self.numbers)}"
         info = SimpleNamespace(run_id=run_id, status="RUNNING", run_name=run_name, artifact_uri=f"sim:/{run_id}")
-        self.runs[run_id] = SimpleNamespace(info=info, data=SimpleNamespace(tags=dict(tags), metrics={}))
+        self.runs[run_id] = SimpleNamespace(info=info, data=SimpleNamespace(tags=dict(tags), metrics={}, params={}))
         return self.runs[run_id]
 
     def _update_run(self, run_id: str, status: str) -> None:
@@ -113,13 +114,17 @@ class Server:
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    def _log_model(self, files: Mapping[str, bytes]) -> str:
+    def _create_logged_model(self, experiment: str, name: str, source_run_id: str, params: Any) -> Any:
+        self._get_run(source_run_id)
         number = f"m-{next(self.numbers)}"
-        self.logged[number] = dict(files)
-        return number
+        self.logged[number] = {}
+        return SimpleNamespace(model_id=number, artifact_location=number)
 
-    def _log_model_artifact(self, number: str, path: str, _: str) -> None:
-        self.logged[number][Path(path).name] = Path(path).read_bytes()
+    def _log_outputs(self, run_id: str, models: Any) -> None:
+        self._get_run(run_id)
+
+    def _finalize_logged_model(self, number: str, status: Any) -> None:
+        self._get_logged_model(number)
 
     def _get_model_version_download_uri(self, name: str, version: str) -> str:
         return f"sim://{self._get_model_version(name, version).model_id}"
@@ -231,6 +236,34 @@ class Server:
         hashes = json.loads(version.tags["files_sha256"])
         files = self.logged.get(version.model_id, {})
         return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()} == hashes
+
+
+class Store:
+    """The files of a logged model."""
+
+    def __init__(self, server: Server, number: str) -> None:
+        self.server, self.number = server, number
+
+    def log_artifacts(self, folder: str) -> None:
+        """Takes a file a request."""
+        for path in sorted((Path(folder) / PACKED).iterdir()):
+            self.log_artifact(str(path), PACKED)
+
+    def log_artifact(self, path: str, _: str) -> None:
+        """Takes a file."""
+        name, content = Path(path).name, Path(path).read_bytes()
+        self.server.call("log_artifact", lambda: self.server.logged[self.number].update({name: content}))
+
+    def list_artifacts(self, part: str | None) -> list[Any]:
+        """Lists the files of a folder with their sizes."""
+        if part is None:
+            return []
+        files = self.server.call("list_artifacts", lambda: self.server.logged[self.number])
+        return [SimpleNamespace(path=f"{part}/{name}", file_size=len(content)) for name, content in files.items()]
+
+    def delete_artifacts(self) -> None:
+        """Removes all files."""
+        self.server.call("delete_artifacts", self.server.logged[self.number].clear)
 
 
 def _field(version: Any, key: str) -> str | None:

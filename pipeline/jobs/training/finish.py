@@ -14,7 +14,7 @@ from pipeline.evaluation.gate import Verdict
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.metrics import format_metric
 from pipeline.evaluation.record import FeatureImportance, describe_quality
-from pipeline.inference.files import WEIGHTS, hash_files
+from pipeline.inference.files import FILES, WEIGHTS, hash_files
 from pipeline.inference.model import LoadedModel, plan_of
 from pipeline.jobs.code_version import noted_code, trained_by
 from pipeline.jobs.console import step
@@ -50,7 +50,7 @@ from pipeline.registration.register import ROUGH_TOLERANCE, TOLERANCE, check_pro
 from pipeline.registration.register import register as put_into_registry
 from pipeline.registration.sections import find_metric
 from pipeline.registration.tracking import CONFIG, FEATURES, RESULT, SHARDING_PLAN, reporting_unreachable
-from pipeline.registration.versions import FILES, IDENTITY, SIZE, ModelVersion, download_packed, find_registered
+from pipeline.registration.versions import IDENTITY, SIZE, ModelVersion, download_packed, find_registered
 from storage.artifacts import read_note, write_text
 from storage.scratch import ScratchFolder
 

@@ -12,17 +12,16 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from mlflow.models import Model
 from mlflow.pyfunc import PythonModelContext
 
 from pipeline.errors import AccessError, RegistryError, TrackingError
 from pipeline.inference import files
-from pipeline.inference.files import EXAMPLE, MODEL, PLAN, WEIGHTS, check_files, hash_files
+from pipeline.inference.files import EXAMPLE, FILES, MODEL, PLAN, WEIGHTS, check_files, hash_files
 from pipeline.registration.config import RegistrationConfig
 from pipeline.registration.scorer import Scorer
 from pipeline.registration.tracking import RESULT, Tracker, local_path, reporting_unreachable
 from pipeline.registration.versions import (
-    FILES,
-    HASHES,
     SIZE,
     download_packed,
     download_part,
@@ -181,7 +180,7 @@ def test_a_damaged_version_is_refused(registry, packed, tmp_path, harm):
     with pytest.raises(RegistryError) as caught:
         download_packed(tracker, "m", version, tmp_path / "fetched")
     assert str(caught.value) == (
-        f"model 'm', version 1: expected the files that were registered, got another {name}. "
+        f"model 'm', version 1: expected the files that were registered, got {'no' if harm == 'a lost file' else 'another'} {name}. "
         "Restore them from a copy, or promote another version."
     )
 
@@ -200,10 +199,9 @@ def test_a_version_without_hashes_is_refused(registry, tmp_path, tags):
 
 
 def test_the_served_model_compares_its_files_before_it_loads_them(packed):
-    hashes = packed.parent / HASHES
-    hashes.write_text(json.dumps(hash_files(packed)))
+    Model(metadata={FILES: hash_files(packed)}).save(str(packed.parents[1] / "MLmodel"))
     HARMS["a flipped bit"][0](packed)
-    context = PythonModelContext({"model": str(packed), "hashes": str(hashes)}, {})
+    context = PythonModelContext({"model": str(packed)}, {})
     with pytest.raises(RegistryError, match=r"served model: expected the files that were registered, got another wei"):
         Scorer().load_context(context)
 
