@@ -13,13 +13,23 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from flows.runtime.access import find_own_server, is_held
 from flows.runtime.environment import set_environment
-from flows.runtime.server_checks import Check, judge, mlflow_tables, prefect_tables, reachable, stuck_runs, ui_ports
+from flows.runtime.server_checks import (
+    Check,
+    judge,
+    mlflow_access,
+    mlflow_tables,
+    prefect_tables,
+    reachable,
+    stuck_runs,
+    ui_ports,
+)
 from pipeline.errors import ContractError
 from pipeline.processes import process
 
@@ -141,6 +151,24 @@ def locked_runs(home: Path) -> list[Check]:
     ]
 
 
+def registry(environment: Mapping[str, str], path: str | None) -> list[Check]:
+    """Checks that the MLflow server answers, and that a training of the config may do there what it does.
+
+    Args:
+        path: Of the config. None: only the login is tried.
+    """
+    known, experiment, model = dict(environment), None, None
+    if path:
+        from pipeline.config import load
+
+        with suppress(Exception):  # `configuration` reports it
+            config = load(path)
+            experiment, model = config.name, config.model_name
+            known["MLFLOW_TRACKING_URI"] = config.registration.tracking_uri or known.get("MLFLOW_TRACKING_URI", "")
+    found = reachable("MLFLOW_TRACKING_URI", "/version", known)
+    return [found, *(mlflow_access(known.get("MLFLOW_TRACKING_URI", ""), experiment, model) if found.ok else [])]
+
+
 def configuration(path: str) -> Check:
     """Validates the config file and finds its source files."""
     name, remedy = f"config {path}", "Correct the config."
@@ -183,7 +211,8 @@ def examine(config: str | None, home: Path, ports: tuple[int, int] = (4200, 5000
         lambda: [space("disk", home, FREE_BYTES, "Free some space, or move `home`.")],
         lambda: [space("/dev/shm", Path("/dev/shm"), SHARED_BYTES, "Give it more; in a container: --shm-size=1g.")],
         lambda: [loopback()],
-        lambda: [reachable(name, "/health", environment) for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI")],
+        lambda: [reachable("PREFECT_API_URL", "/health", environment)],
+        lambda: registry(environment, config),
         lambda: ui_ports(home, own, ports),
         lambda: locked_runs(home),
         lambda: [prefect_tables(home), mlflow_tables(home)],

@@ -2,12 +2,13 @@
 
 import datetime
 import importlib.util
+import os
 import re
 import socket
 import sqlite3
 import urllib.request
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from pipeline.errors import ConfigError
 POOL = "dlrm"
 MLFLOW_ADDRESS = "mlflow_address"
 """File below `home/ui` in which `make ui` leaves where it shows MLflow."""
+ASKED = "mlflow.dlrm.doctor"
+"""Tag that tells whether it can be set. MLflow's pages hide it."""
+TIMEOUT_SECONDS = 5.0
+"""How long a server may take to answer."""
 PATIENCE_SECONDS = 60.0
 """A worker polls for runs every 10 seconds, and a process takes about 20 to start."""
 
@@ -77,12 +82,103 @@ def reachable(variable: str, path: str, environment: Mapping[str, str]) -> Check
     if not given.startswith("http"):
         return Check(variable, True, address or "not set: embedded")
     try:
-        request = urllib.request.Request(address.rstrip("/") + path, headers=header(unquote(login) if at else None))
-        with urllib.request.urlopen(request, timeout=5):
-            return Check(variable, True, f"{address} answers")
+        sent = header(unquote(login) if at else None)
+        if not sent and variable == "MLFLOW_TRACKING_URI":
+            sent = _mlflow_login(environment)
+        request = urllib.request.Request(address.rstrip("/") + path, headers=sent)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+            text = answer.read(20).decode(errors="replace") if path == "/version" else ""
+        same = re.fullmatch(r"\d+\.\d+\S*", text)
+        return Check(variable, True, f"{address} answers{f', version {text}' if same else ''}")
     except (OSError, ValueError) as error:
         remedy = f"Start that server, or unset {variable} to run embedded."
         return Check(variable, False, f"{address}: {getattr(error, 'reason', error)}", remedy)
+
+
+def _mlflow_login(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the header of the login that MLflow's client takes from variables."""
+    if token := environment.get("MLFLOW_TRACKING_TOKEN"):
+        return {"Authorization": f"Bearer {token}"}
+    user, password = (environment.get(f"MLFLOW_TRACKING_{one}") for one in ("USERNAME", "PASSWORD"))
+    return header(f"{user}:{password}" if user and password else None)
+
+
+def mlflow_access(address: str, experiment: str | None = None, model: str | None = None) -> list[Check]:
+    """Asks an MLflow server what a training asks it: may I log in, read, and write to this experiment and model?
+
+    Writing sets a hidden tag. One check for each question, up to the first that is refused.
+
+    Args:
+        address: Of the server. Others, such as a database, are not asked.
+        experiment: None: nothing is written.
+        model: Of the registry.
+    """
+    if not address.startswith("http"):
+        return []
+    with _asking_once():
+        import mlflow
+        import requests
+        from mlflow.exceptions import MlflowException
+
+        from pipeline.registration.tracking import explain
+
+        before = mlflow.get_tracking_uri()
+        mlflow.set_tracking_uri(address)
+        done: list[Check] = []
+        try:
+            for name, ask in _list_questions(address, experiment, model):
+                try:
+                    done.append(Check(f"MLflow: {name}", True, ask()))
+                except (MlflowException, requests.RequestException) as error:
+                    told = explain(error)
+                    done.append(
+                        Check(f"MLflow: {name}", False, f"expected {told.expected}, got {told.actual}", told.remedy)
+                    )
+                    break
+        finally:
+            mlflow.set_tracking_uri(before)
+        return done
+
+
+@contextmanager
+def _asking_once() -> Iterator[None]:
+    """Makes MLflow's client ask once, and wait for seconds: it would repeat a request for minutes."""
+    patient = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": f"{TIMEOUT_SECONDS:g}"}
+    before = {name: os.environ.get(name) for name in patient}
+    os.environ.update(patient)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _list_questions(address: str, experiment: str | None, model: str | None) -> list[tuple[str, Callable[[], str]]]:
+    """Returns what to ask, each with its name."""
+    from mlflow.tracking import MlflowClient
+
+    client, now = MlflowClient(address), f"{socket.gethostname()} {datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M}"
+
+    def log_in() -> str:
+        client.search_registered_models(max_results=1)
+        user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+        return "accepted" if user is None else f"accepted, of {user}"
+
+    def write_experiment() -> str:
+        found = client.get_experiment_by_name(f"{experiment}")
+        if found is None:
+            return f"'{experiment}' is not there; the first training makes it"
+        client.set_experiment_tag(found.experiment_id, ASKED, now)
+        return f"'{experiment}' can be written"
+
+    def write_model() -> str:
+        if not client.search_registered_models(f"name = '{model}'", max_results=1):
+            return f"'{model}' is not there for this login; the first training makes it, or asks for EDIT"
+        client.set_registered_model_tag(f"{model}", ASKED, now)
+        return f"'{model}' can be written"
+
+    named = [("experiment", write_experiment)] if experiment else []
+    return [("login", log_in), *named, *([("model", write_model)] if model else [])]
 
 
 def prefect_tables(home: Path) -> Check:

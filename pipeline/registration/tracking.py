@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import re
 import socket
@@ -33,6 +34,9 @@ from storage.scratch import ScratchFolder
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+log = logging.getLogger("dlrm")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Hosts whose files are this machine's."""
 PARAM_CHARACTERS = 500
 """Longest logged parameter value. The whole config is an artifact."""
 SYSTEM_SECONDS = 5
@@ -125,15 +129,26 @@ class Tracker:
         found = self.client.get_experiment_by_name(name)
         if found is None:
             folder = None if self.uri.startswith("http") else (home / "mlflow" / "artifacts" / name).resolve().as_uri()
-            with suppress(MlflowException):  # another process has created it meanwhile
-                return str(self.client.create_experiment(name, artifact_location=folder, tags=KIND))
+            refusal = MlflowException(f"experiment '{name}' was made and is gone")
+            try:
+                self.client.create_experiment(name, artifact_location=folder, tags=KIND)
+            except MlflowException as error:
+                refusal = error
             found = self.client.get_experiment_by_name(name)
-        assert found is not None
+            if found is None:  # otherwise another process has created it meanwhile
+                raise refusal
         if found.lifecycle_stage == "deleted":
             command = f"MLFLOW_TRACKING_URI='{redact(self.uri.partition('?')[0])}' .venv/bin/mlflow experiments restore"
             raise RegistryError(
                 f"MLflow experiment '{name}'", "one that can take runs", "a deleted one",
                 f"Restore it: {command} --experiment-id {found.experiment_id}. Or give the config another name.",
+            )  # fmt: skip
+        place = _path_of(found.artifact_location)
+        if self.uri.startswith("http") and place is not None and urlsplit(self.uri).hostname not in LOOPBACK:
+            log.warning(
+                "MLflow at %s keeps files of experiment '%s' in '%s', which each machine has by itself: what this one "
+                "logs is on no other. Start the server with --artifacts-destination, and name another experiment.",
+                redact(self.uri), name, place,
             )  # fmt: skip
         return str(found.experiment_id)
 

@@ -5,12 +5,14 @@ import base64
 import datetime
 import http.server
 import importlib.util
+import os
 import socket
 import sqlite3
 import threading
 import uuid
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from alembic.script import ScriptDirectory
@@ -167,3 +169,95 @@ def test_the_login_in_an_address_is_sent_and_never_shown():
         "MLFLOW_TRACKING_URI", "/", {"MLFLOW_TRACKING_URI": "postgresql://me:hunter2@host/db"}
     )
     assert shown.found == "postgresql://host/db"
+
+
+class Registry(http.server.BaseHTTPRequestHandler):
+    """What MLflow's server with its login answers to the questions of the doctor."""
+
+    may_write = True
+    status = 200
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        place = urlsplit(self.path).path.removeprefix("/api/2.0/mlflow/")
+        self.asked.append(place)
+        if self.headers.get("Authorization") != "Basic " + base64.b64encode(b"me:hunter2").decode():
+            return self.answer(401, b"You are not authenticated.")
+        if self.status != 200:
+            return self.answer(self.status, b"away")
+        if "set-" in place and not self.may_write:
+            return self.answer(403, b"Permission denied")
+        answers = {
+            "/version": b"3.1.4",
+            "registered-models/search": b'{"registered_models": [{"name": "m"}]}',
+            "experiments/get-by-name": b'{"experiment": {"experiment_id": "7", "name": "e"}}',
+        }
+        return self.answer(200, answers.get(place, b"{}"))
+
+    do_POST = do_GET
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", f"{len(body)}")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """A server's address, and the class that decides what it answers."""
+    kind = type("Own", (Registry,), {"asked": []})
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "hunter2")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", kind
+        server.shutdown()
+
+
+def test_who_may_train_is_told_so(registry):
+    address, kind = registry
+    before = os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    assert server_checks.reachable(
+        "MLFLOW_TRACKING_URI", "/version", os.environ | {"MLFLOW_TRACKING_URI": address}
+    ) == (server_checks.Check("MLFLOW_TRACKING_URI", True, f"{address} answers, version 3.1.4"))
+    found = [(one.name, one.ok, one.found) for one in server_checks.mlflow_access(address, "e", "m")]
+    assert found == [
+        ("MLflow: login", True, "accepted, of me"),
+        ("MLflow: experiment", True, "'e' can be written"),
+        ("MLflow: model", True, "'m' can be written"),
+    ]
+    assert [one for one in kind.asked if "set-" in one] == [
+        "experiments/set-experiment-tag", "registered-models/set-tag",
+    ]  # fmt: skip
+    assert os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES") == before
+
+
+def test_who_may_only_read_learns_which_permission_lacks(registry):
+    address, kind = registry
+    kind.may_write = False
+    login, experiment = server_checks.mlflow_access(address, "e", "m")
+    assert login.ok
+    assert (experiment.ok, experiment.found) == (
+        False, "expected permission for experiments/set-experiment-tag, got a refusal",
+    )  # fmt: skip
+    assert experiment.remedy.startswith("Ask for it: READ scores and serves, EDIT trains and promotes")
+    assert [one.ok for one in server_checks.mlflow_access(address)] == [True]
+
+
+@pytest.mark.parametrize("status", [401, 500, 503])
+def test_a_server_that_refuses_or_is_away_is_told(registry, monkeypatch, status):
+    address, kind = registry
+    if status == 401:
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "other!secret")
+    kind.status = status
+    [found] = server_checks.mlflow_access(address, "e", "m")
+    assert (found.name, found.ok) == ("MLflow: login", False)
+    assert ("MLFLOW_TRACKING_PASSWORD" in found.remedy) == (status == 401)
+    assert "secret" not in f"{found}"
+    assert "hunter2" not in f"{found}"
+    assert len([one for one in kind.asked if "search" in one]) == 1  # not again for minutes

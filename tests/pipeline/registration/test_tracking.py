@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import requests
+from mlflow.entities import Experiment
 from mlflow.exceptions import MlflowException, RestException
 from mlflow.protos.databricks_pb2 import TEMPORARILY_UNAVAILABLE
+from mlflow.tracking import MlflowClient
 from pydantic import BaseModel
 
 from pipeline.errors import AccessError, ConfigError, RegistryError, TrackingError
@@ -201,6 +203,37 @@ def test_a_damaged_artifact_of_a_run_is_refused(tracker, tmp_path):
         if content != b'{"steps": "many"}':
             with pytest.raises(RegistryError, match=run_id):
                 tracker.load_result(run_id)
+
+
+@pytest.mark.parametrize(
+    ("host", "place", "warned"),
+    [
+        ("mlflow.team", "/mlruns/1", True),
+        ("mlflow.team", "file:///mlruns/1", True),
+        ("mlflow.team", "mlflow-artifacts:/1", False),
+        ("mlflow.team", "s3://bucket/1", False),
+        ("127.0.0.1", "/mlruns/1", False),
+    ],
+)
+def test_files_that_stay_on_each_machine_are_warned_of(tmp_path, monkeypatch, caplog, host, place, warned):
+    """A server that does not serve artifacts names a folder, which each client then writes on its own disk."""
+    found = Experiment("1", "daily", place, "active")
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", lambda *_: found)
+    Tracker(RegistrationConfig(tracking_uri=f"http://{host}:5000"), tmp_path, "daily")
+    text = f"MLflow at http://{host}:5000 keeps files of experiment 'daily' in '/mlruns/1', which each machine has"
+    assert any(text in one for one in caplog.messages) == warned
+
+
+def test_who_may_not_make_an_experiment_is_told_so(tmp_path, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise MlflowException(
+            "API request to endpoint /api/2.0/mlflow/experiments/create failed with error code 403 != 200"
+        )
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", lambda *_: None)
+    monkeypatch.setattr(MlflowClient, "create_experiment", refuse)
+    with pytest.raises(AccessError, match="expected permission for experiments/create, got a refusal"):
+        Tracker(RegistrationConfig(tracking_uri="http://mlflow.team:5000"), tmp_path, "daily")
 
 
 def test_a_deleted_experiment_is_one_sentence_with_the_command_that_restores_it(tmp_path, monkeypatch):
