@@ -4,6 +4,9 @@ import os
 import sys
 from types import TracebackType
 
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C or SIGTERM has ended."""
+
 
 def _end_quietly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, ModuleNotFoundError) and "flows.runtime.cli" not in sys.modules:
@@ -19,7 +22,7 @@ def _end_quietly(kind: type[BaseException], error: BaseException, trace: Traceba
     print("error: interrupted; run the same command again to go on.", file=sys.stderr)
     print('{"status": "failed", "error": "interrupted; run the same command again to go on."}', flush=True)
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(INTERRUPTED)
 
 
 sys.excepthook = _end_quietly

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from flows.runtime import INTERRUPTED
 from flows.runtime.access import authenticated, find_own_server, server_address
 from flows.runtime.dlrm import parameters_of
 from flows.runtime.environment import make_private
@@ -67,23 +68,23 @@ def main(
         flow: The flow, or the name of its file, which is imported when the words and the config are in order.
         process: One that loads Prefect's server already. It is killed if no server is needed.
     Returns:
-        The exit code: 0 for ok and skipped, else 1.
+        The exit code: 0 for ok and skipped, `INTERRUPTED` after Ctrl-C and SIGTERM, else 1.
     """
-    debug = "--debug" in words
+    debug, code = "--debug" in words, 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run(flow, [word for word in words if word != "--debug"], read, without_config, debug, process)
     except KeyboardInterrupt:
         ending = sys.modules.get("flows.runtime.ending")
         how = "cancelled at the Prefect server" if ending is not None and ending.cancelled.is_set() else "interrupted"
-        result = {"status": "failed", "error": f"{how}; run the same command again to go on."}
+        result, code = {"status": "failed", "error": f"{how}; run the same command again to go on."}, INTERRUPTED
     except Exception as error:  # whatever went wrong, the caller gets one sentence and a result line
         result = {"status": "failed", "error": describe_error(error, debug)}
     sys.stderr.flush()
     if result["status"] == "failed":
         print(f"error: {result['error']}", file=sys.stderr)
     print(json.dumps(result, default=str), flush=True)
-    return 0 if result["status"] in ("ok", "skipped") else 1
+    return 0 if result["status"] in ("ok", "skipped") else code
 
 
 def run(
@@ -102,6 +103,11 @@ def run(
     note_path(given)
     known = parameters_of(flow) if isinstance(flow, str) else list(inspect.signature(flow.fn).parameters)
     overrides, parameters = parse(rest, [key for key in known if key not in ("config", "overrides")])
+    if "home" in overrides and os.environ.get("DLRM_HOME"):
+        raise ConfigError(
+            "argument 'home'", "no DLRM_HOME, which overrules it", f"DLRM_HOME={os.environ['DLRM_HOME']}",
+            "Unset that, or leave home= out.",
+        )  # fmt: skip
     config = read(given, overrides)
     remember(config)
     address = server_address()

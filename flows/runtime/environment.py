@@ -12,7 +12,7 @@ ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "PYDANTIC_DISABLE_PLUGINS": "__all__",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
     "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": "2592000",
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
@@ -30,7 +30,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "MPLBACKEND": "Agg",
 }
-"""No telemetry, no pickles, patience with a starting server, impatience with an absent MLflow, plots without screen.
+"""No telemetry, no server that Prefect's client starts by itself (after Ctrl-C a late thread would), no pickles,
+impatience with an absent MLflow, plots without screen.
 Pydantic looks for plugins among all installed packages, 0.2 s in each process."""
 PROFILE = "dlrm"
 """Begins the names of the Prefect profiles that we write; see `flows.deployments.profile`."""

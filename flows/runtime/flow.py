@@ -130,7 +130,9 @@ def notify_failure(
         if isinstance(config, RunConfig | Draft):  # of a command, which has read the file
             shown = given_path(config.name)
         text = str(error) if isinstance(error, ContractError) else one_line(error)
-        Notifier(home, logging.getLogger("dlrm").warning).send([describe_failure(name, shown, complete(hide(text)))])
+        Notifier(home, logging.getLogger("dlrm").warning).send(
+            [describe_failure(name, shown, complete(hide(text)), isinstance(error, ConfigError))]
+        )
     notify_finished(name, given, error, read)
 
 

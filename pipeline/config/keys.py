@@ -34,8 +34,12 @@ def closest_key(word: str, parameters: Sequence[str]) -> str | None:
     Example:
         >>> closest_key("epoch", ["force"]), closest_key("forze", ["force"]), closest_key("xyzzy", [])
         ('training.epochs', 'force', None)
+        >>> closest_key("sed", ["force"]), closest_key("hom", [])
+        ('seed', 'home')
     """
     if close := difflib.get_close_matches(word, parameters, n=1):
+        return close[0]
+    if close := difflib.get_close_matches(word, [key for key in list_keys() if "." not in key], n=1, cutoff=0.75):
         return close[0]
     by_last = {key.rpartition(".")[2]: key for key in reversed(list(list_keys()))}
     close = difflib.get_close_matches(word, by_last, n=1, cutoff=0.88)

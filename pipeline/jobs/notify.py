@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from storage.artifacts import write_json
 
 FILE, SENT = "notify.yaml", "notified.json"
 """Files of a home: the settings, and when the message about each cause was sent."""
+VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)")
 COMMAND_SECONDS = 20.0
 """Longest run of a command that takes a message."""
 KEPT = datetime.timedelta(days=90)
@@ -74,14 +76,16 @@ def read_settings(home: Path) -> NotifyConfig | None:
         raise ConfigError(f"'{path}', key '{key}'", first["msg"], f"{first['input']!r:.80}", "Correct it.") from None
 
 
-def describe_failure(command: str, config: str, sentence: str) -> Message:
+def describe_failure(command: str, config: str, sentence: str, wrong_config: bool = False) -> Message:
     """Returns the message that a command failed.
 
     Args:
         sentence: What is wrong and what to do, in one line.
+        wrong_config: Whether the same command would fail again.
     """
-    name = command.replace("-", "_")
-    text = f"{sentence}\n\nThe same command goes on where this one ended: python -m flows.{name} {config}"
+    again = f"python -m flows.{command.replace('-', '_')} {config}"
+    how = "Once that is corrected" if wrong_config else "The same command goes on where this one ended"
+    text = f"{sentence}\n\n{how}: {again}"
     return Message(
         kind="failure", cause=f"{command} {config} {sentence}", subject=f"{command} {config} failed", text=text
     )
@@ -234,7 +238,8 @@ class Notifier:
         try:
             send(message)
         except Exception as error:  # the message of an error may hold the address, which is a secret
-            self.warn(f"{name} did not take the message '{message.subject}': {type(error).__name__}")
+            reason = f"{error}" if isinstance(error, ConfigError) else type(error).__name__
+            self.warn(f"{name} did not take the message '{message.subject}': {reason}")
             return False
         return True
 
@@ -250,11 +255,16 @@ def list_receivers(settings: NotifyConfig) -> list[tuple[str, Callable[[Message]
 
 
 def _send_to_address(address: str, message: Message) -> None:
+    if missing := [name for name in VARIABLE.findall(address) if name not in os.environ]:
+        raise ConfigError(
+            f"a variable of '{FILE}'", f"{missing[0]} in the environment of this process", "none",
+            "Set it where commands and workers start.",
+        )  # fmt: skip
     from apprise import Apprise, NotifyFormat  # takes half a second
 
     receiver = Apprise()
     if not receiver.add(os.path.expandvars(address)):
-        raise ValueError("not an address of Apprise")
+        raise ValueError("no address of Apprise")
     if not receiver.notify(message.text, message.subject, body_format=NotifyFormat.TEXT):
         raise ConnectionError("the message was not taken")
 

@@ -23,7 +23,7 @@ def describe_outcome(result: Any) -> tuple[str, str]:
         >>> describe_outcome({"status": "ok", "model": model, "gate": gate, "eval": {"ne": 0.86421}})
         ('v7 rejected, NE 0.8642', 'version 7, rejected: NE is higher.')
         >>> describe_outcome({"status": "skipped", "model": model})
-        ('skipped, v7 is there', 'skipped: version 7 is there from the same work. force=true does it again.')
+        ('skipped, v7 is there', 'skipped: version 7 is there from the same work.')
         >>> describe_outcome({"status": "ok", "days_written": 3, "days_held": 1})
         ('3 days written, 1 held back', '3 days written, 1 held back.')
     """
@@ -44,10 +44,8 @@ def _version(result: Mapping[str, Any]) -> int | None:
 
 def _describe_skipped(version: int | None) -> tuple[str, str]:
     if version is None:
-        return "skipped", "skipped: all of it is done. force=true does it again."
-    return f"skipped, v{version} is there", (
-        f"skipped: version {version} is there from the same work. force=true does it again."
-    )
+        return "skipped", "skipped: all of it is done."
+    return f"skipped, v{version} is there", f"skipped: version {version} is there from the same work."
 
 
 def _describe_day(result: Mapping[str, Any]) -> tuple[str, str] | None:

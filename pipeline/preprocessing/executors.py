@@ -2,6 +2,7 @@
 
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -478,5 +479,6 @@ def preload() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command, which ends its workers
     with socket.socket(fileno=int(os.environ.pop("DLRM_WORKER_FD"))) as connection, suppress(BrokenPipeError):
         serve(connection)

@@ -110,6 +110,13 @@ def test_a_parameter_of_another_type_is_refused(word: str, said: str) -> None:
     assert str(error.value) == said
 
 
+def test_a_home_that_the_environment_overrules_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home in the config is a default, and DLRM_HOME overrules it silently. One that is asked for is not."""
+    monkeypatch.setenv("DLRM_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"argument 'home': expected no DLRM_HOME, .*, got DLRM_HOME={tmp_path}"):
+        cli.run("ingest", ["configs/smoke.yaml", "home=/data/runs"])
+
+
 def test_a_flow_without_parameters_says_so() -> None:
     with pytest.raises(ConfigError) as error:
         parse(["xyzzy=1"], [])

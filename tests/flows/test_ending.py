@@ -112,16 +112,20 @@ def test_an_error_of_ours_is_a_sentence_in_the_log_of_the_run(prefect: str, capl
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "exit_code", "said"),
     [
-        ("KeyboardInterrupt", "error: interrupted; run the same command again to go on.\n"),
-        ("ModuleNotFoundError(name='yaml')", "expected the project's packages, got no 'yaml'. Use .venv/bin/python, "),
+        ("KeyboardInterrupt", 130, "error: interrupted; run the same command again to go on.\n"),
+        (
+            "ModuleNotFoundError(name='yaml')",
+            1,
+            "expected the project's packages, got no 'yaml'. Use .venv/bin/python, ",
+        ),
     ],
 )
-def test_what_ends_the_imports_of_a_command_is_one_sentence(error: str, said: str) -> None:
+def test_what_ends_the_imports_of_a_command_is_one_sentence(error: str, exit_code: int, said: str) -> None:
     """Ctrl-C in the first second, and a Python without our packages."""
     code = f"import flows.runtime; raise {error}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == exit_code
     assert said in done.stderr
     assert "Traceback" not in done.stderr

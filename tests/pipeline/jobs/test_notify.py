@@ -18,6 +18,10 @@ from pipeline.jobs import notify
 from pipeline.jobs.notify import Message, Notifier, describe_failure, describe_stale, list_messages, read_settings
 
 BOUNDS = (0.95, 1.05)
+MISSING = (
+    "a variable of 'notify.yaml': expected TEST_HOOK in the environment of this process, got none. "
+    "Set it where commands and workers start."
+)
 MESSAGE = describe_failure("end-to-end", "configs/demo.yaml", "home: expected a folder, got none. Make one.")
 
 
@@ -62,6 +66,12 @@ def test_a_webhook_gets_each_cause_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert "python -m flows.end_to_end configs/demo.yaml" in got[0]["message"]
 
 
+def test_a_message_about_a_wrong_config_does_not_say_that_the_same_command_goes_on() -> None:
+    wrong = describe_failure("train", "mine.yaml", "key 'seed': expected a number.", wrong_config=True)
+    assert wrong.text.endswith("Once that is corrected: python -m flows.train mine.yaml")
+    assert "goes on where this one ended" in MESSAGE.text
+
+
 def test_a_receiver_that_is_away_breaks_nothing_and_its_secret_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,7 +81,7 @@ def test_a_receiver_that_is_away_breaks_nothing_and_its_secret_is_not_shown(
     away = said.format("json", "ConnectionError")
     assert said_by(tmp_path, MESSAGE) == (0, [said.format("$TEST_HOOK", "ConnectionError"), away])
     monkeypatch.delenv("TEST_HOOK")
-    assert said_by(tmp_path, MESSAGE) == (0, [said.format("$TEST_HOOK", "ValueError"), away])
+    assert said_by(tmp_path, MESSAGE) == (0, [said.format("$TEST_HOOK", MISSING), away])
     assert "secret" not in caplog.text
 
 
