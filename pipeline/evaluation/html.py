@@ -1,7 +1,7 @@
 """The report of a run, or of two side by side, as one self-contained HTML file."""
 
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,13 @@ def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
             for name in names for record in records if name in record.plots
         ]  # fmt: skip
 
+    if len(records) > 1:  # what a reader of two asks first
+        yield _section(
+            "Features, where they differ", tables=_differing([record.columns for record in records], records)
+        )
+        yield _section(
+            "Config, where it differs", tables=_differing([record.parameters for record in records], records)
+        )
     together = _overlay(records)
 
     def overlaid(*names: str) -> list[dict[str, str]]:
@@ -135,13 +142,12 @@ def _sections(records: Sequence[RunRecord]) -> Iterable[dict[str, Any]]:
         drawn("importance"),
     )
     yield _section("Sharding plan", figures=drawn("placement"))
-    yield _section("Data", tables=[_across(records, lambda record: record.data)])
-    parameters = [record.parameters.items() for record in records]
-    shared = set(parameters[0]).intersection(*parameters[1:]) if len(records) > 1 else set()
-    config = _across(records, lambda record: dict(record.parameters.items() - shared))
-    if len(records) > 1 or records[0].chosen is None:
-        title = "Config, where it differs" if len(records) > 1 else "Config"
-        yield _section(title, tables=[config] if config["rows"] else [])
+    yield _section("Data", tables=[_across(records, [record.data for record in records])])
+    if len(records) > 1:
+        return
+    config = _across(records, [records[0].parameters])
+    if records[0].chosen is None:
+        yield _section("Config", tables=[config])
         return
     usual = [row for row in config["rows"] if row["cells"][0] not in records[0].chosen]
     config["rows"] = [row for row in config["rows"] if row["cells"][0] in records[0].chosen]
@@ -172,9 +178,15 @@ def _section(
     return {"title": title, "note": note, "tables": list(tables), "figures": list(figures)}
 
 
-def _across(records: Sequence[RunRecord], of: Callable[[RunRecord], Mapping[str, str]]) -> dict[str, Any]:
+def _differing(values: Sequence[Mapping[str, str]], records: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Builds a table of the keys whose values differ. No table if there are none, or if a run's are unknown."""
+    shared = set(values[0].items()).intersection(*(one.items() for one in values[1:]))
+    table = _across(records, [dict(one.items() - shared) for one in values])
+    return [table] if table["rows"] and all(values) else []
+
+
+def _across(records: Sequence[RunRecord], values: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Builds a table with a row per key and a column per run."""
-    values = [of(record) for record in records]
     keys = sorted({key for one in values for key in one})
     rows = [_row(key, *(one.get(key, "–") for one in values)) for key in keys]
     return {"header": ["", *(record.title for record in records)], "rows": rows, "title": ""}

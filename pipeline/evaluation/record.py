@@ -77,6 +77,8 @@ class RunRecord(BaseModel, frozen=True):
     """Description of the training data."""
     curves: Mapping[str, Curve] = {}
     """Name of a metric -> its points. Empty: not loaded."""
+    columns: Mapping[str, str] = {}
+    """Feature -> how it is made of the table's columns. Empty: unknown."""
     chosen: tuple[str, ...] | None = None
     """Parameters that differ from their defaults. None: unknown."""
     about: Mapping[str, str] = {}

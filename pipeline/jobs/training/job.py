@@ -475,10 +475,11 @@ def open_training_run(
         "git_commit": read_commit(),
         "mlflow.source.name": "flows.train",
     } | dict(more or {})
+    features = f"{len(job.plan.dense)} dense + {len(job.plan.sparse)} sparse, plan {job.plan.hash[:8]}"
     again = f"Once it answers, run the same command again: it resumes from '{job.folder}'."
     with (
         exclusive_dir(Path(job.folder)) as folder,
-        open_run(folder, workspace, name, config.flat(), tags, again) as (run_id, new),
+        open_run(folder, workspace, name, config.flat() | {"features": features}, tags, again) as (run_id, new),
     ):
         if new:
             tracker = workspace.tracking

@@ -13,11 +13,12 @@ from pipeline.evaluation.evaluate import EvalReport
 from pipeline.evaluation.html import render_report
 from pipeline.evaluation.record import PLOTS, Curve, FeatureImportance, RunRecord
 from pipeline.jobs.outcome import run_address
-from pipeline.jobs.training.job import describe_span
+from pipeline.jobs.training.job import PLAN, describe_span
 from pipeline.jobs.workspace import Workspace
 from pipeline.registration.aliases import CHAMPION, find_holder
 from pipeline.registration.tracking import FEATURES, RESULT, SHARDING_PLAN, Tracker
 from pipeline.training.tables.plan import MOST_RANKS, PlanRows
+from pipeline.transforms.plan.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,11 +72,42 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
         features=features,
         plots=plots,
         parameters=dict(run.data.params),
+        columns=describe_features(tracker.read_record(run_id, PLAN, Plan)),
         data=tracker.read_json(run_id, DATA),
         curves=curves,
         chosen=tuple(key for key, value in run.data.params.items() if usual.get(key) != value),
         about=_describe_run(run, tracker.experiment),
     )
+
+
+def describe_features(plan: Plan) -> dict[str, str]:
+    """Returns feature -> how it is made, without the numbers that its ops learn from rows.
+
+    Example:
+        >>> from models.config import SparseFeature
+        >>> from pipeline.transforms.ops.sparse import SigridHash
+        >>> op = SigridHash(inputs=("user:sparse",), output="user", size=1_000)
+        >>> user = SparseFeature(name="user", table="user", rows=1_000, pooling="sum")
+        >>> describe_features(Plan(ops=(op,), dense=("age",), sparse=(user,), raw={}, direct={"age": "age:dense"}))
+        {'age': 'dense, age', 'user': 'sparse, user, sigrid_hash size=1000, sum of 1,000 rows'}
+    """
+    made = {op.output: op for op in plan.ops}
+
+    def steps(name: str) -> str:
+        if (op := made.get(name)) is None:
+            return name.partition(":")[0]
+        given = op.model_dump(exclude_defaults=True, exclude={"kind", "inputs", "output"})
+        chosen = {key: value for key, value in given.items() if not op.learns or isinstance(value, int)}
+        words = [op.kind, *(f"{key}={value}" for key, value in chosen.items())]
+        return f"{' and '.join(map(steps, op.inputs))}, {' '.join(words)}"
+
+    dense = {name: f"dense, {steps(plan.direct.get(name, name))}" for name in plan.dense}
+    sparse = {
+        one.name: f"sparse, {steps(plan.direct.get(one.name, one.name))}, {one.pooling} of {one.rows:,} rows"
+        + ("" if one.table == one.name else f" of table {one.table}")
+        for one in plan.sparse
+    }
+    return dense | sparse
 
 
 def _describe_run(run: Run, config: str) -> dict[str, str]:

@@ -136,6 +136,27 @@ def test_two_runs_stand_side_by_side(one):
     assert f"ads version 3 has the lower NE, which is better: by {-apart:.4f} below ads version 4." in text
 
 
+def test_a_report_of_two_begins_with_what_differs(one):
+    """Features that were added, dropped or changed, then settings. What a run does not tell does not differ."""
+    same = {"age": "dense, age, fill_null"}
+    first = one.model_copy(
+        update={"columns": same | {"user": "sparse, user, sigrid_hash size=100", "old": "dense, old"}}
+    )
+    second = record("ads version 4", 0.2, colour="red").model_copy(
+        update={"columns": same | {"user": "sparse, user, sigrid_hash size=900", "new": "dense, new"}}
+    )
+    text = render_report([first, second])
+    rows = [row for row in Page(text).rows if row]
+    assert ["user", "sparse, user, sigrid_hash size=100", "sparse, user, sigrid_hash size=900"] in rows
+    assert ["old", "dense, old", "–"] in rows
+    assert ["new", "–", "dense, new"] in rows
+    assert not any(row[0] == "age" for row in rows)
+    titles = ["Features, where they differ", "Config, where it differs", "Learning"]
+    assert sorted(titles, key=text.index) == titles
+    assert titles[0] not in render_report([first, one])
+    assert titles[0] not in render_report([first, first.model_copy(update={"title": "again"})])
+
+
 @pytest.mark.nightly
 def test_the_interval_of_a_difference_is_that_of_the_gate(one):
     """The sign is that of the first run less the second, whichever of them was the champion."""
