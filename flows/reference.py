@@ -163,7 +163,7 @@ def _commands() -> str:
         "`dlrm NAME CONFIG key=value ...` runs a command. `python -m flows.NAME` does the same.\n"
         "A word is either a parameter of the command, listed below, or a dotted key of the config.\n"
         "Every command that takes a config also takes its keys.",
-        "The last line of standard output is one JSON object.\n"
+        "The last line of standard output is one JSON object. A terminal gets a summary, unless `--json` is given.\n"
         "The exit code is 0 if its `status` is `ok` or `skipped`, and 1 otherwise, or 130 after Ctrl-C.\n"
         "`--debug` shows tracebacks.",
         "\n".join(_item(f"[`{name}`](#{name})", _purpose(command)) for name, command in found.items()),

@@ -44,6 +44,7 @@ from pipeline.jobs.warm_up import load_stores, start_fork_servers
 from pipeline.processes.process import loading
 
 USAGE = "Usage: python -m flows.{name} CONFIG.yaml [key=value ...] [--debug]"
+FLAGS = ("--debug", "--json")
 TRAINING = ("train", "end_to_end", "recurring", "backfill", "replay", "sweep", "release")
 """Commands that start ranks."""
 FAILED = re.compile(
@@ -64,6 +65,8 @@ def main(
 ) -> int:
     """Runs a flow and prints its result, one JSON object, as the last line of standard output.
 
+    At a terminal it prints a summary. `--json` prints the object there, too.
+
     Args:
         flow: The flow, or the name of its file, which is imported when the words and the config are in order.
         process: One that loads Prefect's server already. It is killed if no server is needed.
@@ -73,7 +76,7 @@ def main(
     debug, code = "--debug" in words, 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        result = run(flow, [word for word in words if word != "--debug"], read, without_config, debug, process)
+        result = run(flow, [word for word in words if word not in FLAGS], read, without_config, debug, process)
     except KeyboardInterrupt:
         ending = sys.modules.get("flows.runtime.ending")
         how = "cancelled at the Prefect server" if ending is not None and ending.cancelled.is_set() else "interrupted"
@@ -83,7 +86,12 @@ def main(
     sys.stderr.flush()
     if result["status"] == "failed":
         print(f"error: {result['error']}", file=sys.stderr)
-    print(json.dumps(result, default=str), flush=True)
+    if not sys.stdout.isatty() or "--json" in words:
+        print(json.dumps(result, default=str), flush=True)
+    elif result["status"] != "failed":
+        from pipeline.jobs.outcome import summarize  # loads what only commands that work need
+
+        print("\n".join(summarize(result)), flush=True)
     return 0 if result["status"] in ("ok", "skipped") else code
 
 

@@ -34,7 +34,7 @@ complete -o default -o nospace -C 'dlrm --complete' dlrm"""
 """Shell code that makes the shell ask `dlrm --complete`."""
 MOST_OFFERED = 60
 """More keys than these are offered by section first."""
-USAGE = "usage: dlrm COMMAND CONFIG.yaml [key=value ...] [--debug]"
+USAGE = "usage: dlrm COMMAND CONFIG.yaml [key=value ...] [--debug] [--json]"
 
 
 def main(words: list[str] | None = None) -> None:
@@ -108,7 +108,7 @@ def overview() -> str:
 
     Example:
         >>> print(overview().splitlines()[0])
-        usage: dlrm COMMAND CONFIG.yaml [key=value ...] [--debug]
+        usage: dlrm COMMAND CONFIG.yaml [key=value ...] [--debug] [--json]
     """
     lines = [USAGE]
     for purpose, names in PURPOSES.items():

@@ -37,6 +37,37 @@ def describe_outcome(result: Any) -> tuple[str, str]:
     return "", ""
 
 
+def summarize(result: Mapping[str, Any]) -> list[str]:
+    """Returns what a person at a terminal wants to know of a result, in a few lines.
+
+    Example:
+        >>> quality = {"ne": 0.85, "auc": 0.75, "rows": 5_000}
+        >>> for line in summarize({"status": "ok", "days_written": 3, "eval": quality, "path": "a.html", "days": [1]}):
+        ...     print(line)
+        ok: 3 days written.
+        evaluated: NE 0.8500, AUC 0.7500, 5,000 rows
+        days_written: 3, path: a.html
+        --json prints all of it
+    """
+    said = describe_outcome(result)[1]
+    lines = [f"{result['status']}: {said}" if result["status"] == "ok" and said else said or f"{result['status']}"]
+    if quality := result.get("judged_eval") or result.get("eval"):
+        values = [f"NE {format_metric(quality.get('ne'))}", f"AUC {format_metric(quality.get('auc'))}"]
+        lines.append(f"evaluated: {', '.join(values)}, {quality.get('rows', 0):,} rows")
+    if (train := result.get("train")) and "rows" in train:
+        lines.append(
+            f"trained: {train['rows']:,} rows, {train['steps']:,} steps, {train['rows_per_second']:,.0f} rows/s"
+        )
+    own = {key: one for key, one in result.items() if isinstance(one, str | int | float) and one and key != "status"}
+    shown = [
+        f"{key}: {one:,}" if isinstance(one, int) and one is not True and not key.endswith("_id") else f"{key}: {one}"
+        for key, one in own.items()
+    ]
+    if shown and "train" not in result:
+        lines.append(", ".join(shown))
+    return [*lines, "--json prints all of it"]
+
+
 def _version(result: Mapping[str, Any]) -> int | None:
     model = result.get("model")
     return model.get("version") if isinstance(model, Mapping) else None

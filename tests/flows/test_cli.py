@@ -5,6 +5,7 @@ import errno
 import importlib
 import json
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +109,21 @@ def test_a_parameter_of_another_type_is_refused(word: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_types(parse([word], INGEST)[1], ingest)
     assert str(error.value) == said
+
+
+@pytest.mark.parametrize(("words", "terminal"), [([], True), (["--json"], True), ([], False)])
+def test_a_terminal_gets_a_summary_and_a_pipe_one_line_of_json(monkeypatch, capsys, words, terminal) -> None:
+    result = {"status": "ok", "days_written": 3, "held": [], "path": "a"}
+    monkeypatch.setattr(cli, "run", lambda *_: result)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main("ingest", ["configs/smoke.yaml", *words]) == 0
+    signal.signal(signal.SIGTERM, before)
+    shown = capsys.readouterr().out.splitlines()
+    if terminal and not words:
+        assert shown == ["ok: 3 days written.", "days_written: 3, path: a", "--json prints all of it"]
+    else:
+        assert json.loads(shown[-1]) == result
 
 
 def test_a_home_that_the_environment_overrules_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

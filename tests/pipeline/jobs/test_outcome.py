@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.jobs.outcome import describe_outcome
+from pipeline.jobs.outcome import describe_outcome, summarize
 
 WAITS = {"pending": True, "decision": "hold", "reason": "It is judged on the next day, which no model has seen yet."}
 LOWER = {"decision": "promote", "reason": "NE is lower."}
@@ -67,3 +67,22 @@ def day(**values: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_lists_show_what_came_of_a_run(result, short, long):
     assert describe_outcome(result) == (short, long)
+
+
+def test_a_terminal_shows_a_training_in_a_few_lines():
+    result = {
+        "status": "ok", "model": MODEL, "gate": LOWER, "mlflow_run_id": "f" * 32, "identity": "0" * 32,
+        "train": {"rows": 600_000, "steps": 586, "rows_per_second": 21_345.6},
+        "eval": {"ne": 0.74591, "auc": 0.82512, "rows": 120_000}, "baselines": [],
+    }  # fmt: skip
+    first, *others = summarize(result)
+    assert first.startswith("ok: version 7, ")
+    assert others == [
+        "evaluated: NE 0.7459, AUC 0.8251, 120,000 rows",
+        "trained: 600,000 rows, 586 steps, 21,346 rows/s",
+        "--json prints all of it",
+    ]
+    assert summarize({"status": "skipped", "model": MODEL})[0] == "skipped: version 7 is there from the same work."
+    assert summarize({"status": "ok", "path": "a.html", "rows": 9_000, "removed": {}}) == [
+        "ok", "path: a.html, rows: 9,000", "--json prints all of it",
+    ]  # fmt: skip
