@@ -102,18 +102,17 @@ class RunRecord(BaseModel, frozen=True):
         )
 
     def render_markdown(self, address: str) -> str:
-        """Renders quality, decision, speed and slices.
+        """Renders quality, decision, speed and slices. As lists: MLflow's pages show tables without any space.
 
         Args:
             address: Where a browser finds the MLflow run.
         """
         overall, gate, floor = self.report.overall, self.result["gate"], self.report.ne_floor
-        empty = [""] * len(IN_MARKDOWN)
         first = [self.comparison] if self.comparison else []
-        rows = [[self._name_rows(), *_metric_cells(overall.model_dump())]]
-        rows += [] if floor is None else [[FLOOR, format_metric(floor), *empty]]
+        rows = [_list_metrics(self._name_rows(), overall.model_dump())]
+        rows += [] if floor is None else [f"- {FLOOR}: {format_metric(floor)}"]
         if (judged := self.result.get("judged_eval")) is not None:
-            rows.insert(0, [f"all rows of {self.result['judged_on']}", *_metric_cells(judged)])
+            rows.insert(0, _list_metrics(f"all rows of {self.result['judged_on']}", judged))
             scored = f"{gate['decision'].capitalize()}, NE {format_metric(judged['ne'])} on {judged['rows']:,} rows"
             scored += f" of {self.result['judged_on']}"
         else:
@@ -122,7 +121,7 @@ class RunRecord(BaseModel, frozen=True):
         blocks = [
             *first,
             f"{scored}: {gate['reason']}",
-            markdown_table(["", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows),
+            "\n".join(rows),
             self.effort,
             f"Snapshot `{self.result['snapshot_id']}` of table `{self.data['table']}`; "
             f"[MLflow run {self.result['mlflow_run_id'][:8]}]({address}).",
@@ -130,11 +129,7 @@ class RunRecord(BaseModel, frozen=True):
         if day := self._render_day():
             blocks.append(day)
         if self.report.slices:
-            cells = [slice_cells(part) for part in self.report.slices]
-            names = [name for name in cells[0] if name != "AUC"]
-            for part, one in zip(self.report.slices, cells, strict=True):
-                one["rows"] += " (few)" if part.small else ""
-            blocks.append(markdown_table(names, ([one[name] for name in names] for one in cells)))
+            blocks.append("\n".join(map(_list_slice, self.report.slices)))
         return "\n\n".join(blocks)
 
     def _name_rows(self) -> str:
@@ -152,13 +147,22 @@ class RunRecord(BaseModel, frozen=True):
             f"challenger, version {judged.get('version')}": judged.get("eval"),
             f"reference, version {reference.get('version')}": reference.get("eval"),
         }
-        rows = [[name, *_metric_cells(values)] for name, values in scored.items() if values is not None]
-        return markdown_table([f"all rows of {day}", *(METRICS[key] for key in IN_MARKDOWN), "rows"], rows)
+        rows = [_list_metrics(name, values) for name, values in scored.items() if values is not None]
+        return "\n".join([f"On all rows of {day}:", "", *rows])
 
 
-def _metric_cells(values: Mapping[str, Any]) -> list[str]:
-    """Returns the cells of metrics by name in a table of the markdown page, and their rows."""
-    return [*(format_metric(values[key]) for key in IN_MARKDOWN), f"{values['rows']:,}"]
+def _list_metrics(name: str, values: Mapping[str, Any]) -> str:
+    """Returns metrics by name, and their rows, as an item of a list."""
+    metrics = ", ".join(f"{METRICS[key]} {format_metric(values[key])}" for key in IN_MARKDOWN)
+    return f"- {name}: {metrics}, {values['rows']:,} rows"
+
+
+def _list_slice(part: Slice) -> str:
+    """Returns a slice as an item of a list."""
+    cells = slice_cells(part)
+    rows = f"{cells['rows']} rows{' (few)' if part.small else ''}"
+    ne = f"NE {cells['NE']} ({cells['interval']})"
+    return f"- {cells['slice']}: {ne}, label rate {cells['label rate']}, calibration {cells['calibration']}, {rows}"
 
 
 def name_slice(part: Slice) -> str:

@@ -138,10 +138,11 @@ def describe_model(tracker: Tracker, name: str) -> str:
         text = f"Version {version} is champion since {_show_time(made)}, by the {made.by}: {made.reason}"
     challenger = find_challenger(tracker, name)
     lines = [text if challenger is None else f"{text} Challenger: version {challenger}.", ""]
-    lines += ["| moved at | alias | to version | before | by | reason |", "|---|---|---|---|---|---|"]
-    for one in moves[: -SHOWN_MOVES - 1 : -1]:
-        cells = (_show_time(one), one.alias, one.version, one.previous or "none", one.by, one.reason)
-        lines.append(f"| {' | '.join(str(cell).replace('|', '/') for cell in cells)} |")
+    for one in moves[: -SHOWN_MOVES - 1 : -1]:  # a list: MLflow's pages show tables without any space
+        before = "" if one.previous is None else f" (before: {one.previous})"
+        lines.append(
+            f"- {_show_time(one)}: version {one.version} is {one.alias}{before}, by the {one.by}: {one.reason}"
+        )
     return "\n".join(lines)
 
 

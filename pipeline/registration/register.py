@@ -150,6 +150,7 @@ def register(
 
     Args:
         probe: Raw rows, in the order of `expected`.
+        tags: Of the version; `FILES` among them.
         root: Folder of the packages that are saved with the model.
         tolerance: Of the log-odds, as `TOLERANCE`.
     Raises:
@@ -253,6 +254,8 @@ def _score(files: Path, frame: pd.DataFrame, record: Mapping[str, Any]) -> npt.N
         found = mlflow.pyfunc.load_model(str(files), model_config=_without_logs(record)).predict(frame)
     finally:
         sys.path = paths
+        for compiled in [*files.rglob("__pycache__")]:
+            shutil.rmtree(compiled)
     return found["probability"].to_numpy()
 
 

@@ -36,7 +36,7 @@ def shown(key: str) -> list:
 
 def test_the_page_shows_quality_and_links_to_mlflow_and_the_report(smoke, page):
     texts = page["report-smoke"]
-    assert any("| evaluation | " in text and "smoke version 1 (champion)" in text for text in texts)
+    assert any("- evaluation: NE " in text and "smoke version 1 (champion)" in text for text in texts)
     run = smoke["mlflow_run_id"]
     assert any(f"/runs/{run})" in text for text in page["mlflow-smoke"])
     assert any(f"/runs/{run}/artifacts/report.html)" in text for text in page["html-report-smoke"])

@@ -16,7 +16,7 @@ def test_the_champion_is_reported(smoke, command, home):
     assert smoke["gate"]["reason"] in text
     client = open_smoke().tracking.client
     version = client.get_model_version("smoke", str(smoke["model"]["version"]))
-    assert f"| evaluation | {smoke['eval']['ne']:.4f} |" in version.description
+    assert f"- evaluation: NE {smoke['eval']['ne']:.4f}, " in version.description
 
 
 def test_two_runs_are_shown_side_by_side(smoke, command, home):

@@ -453,5 +453,5 @@ def test_an_ingest_and_the_training_it_starts_outlive_the_server(deployed):
         assert deployed.state(train["id"]) == "COMPLETED", deployed.said("")
     assert deployed.state(bad) == "FAILED"
     report = next(one for one in deployed.ask("/artifacts/filter", {}) if one["key"] == "report-smoke")
-    assert "| evaluation | " in report["data"]
+    assert "- evaluation: NE " in report["data"]
     assert "champion" in report["data"]

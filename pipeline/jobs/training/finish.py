@@ -151,6 +151,7 @@ def register(
     tags = {  # pages list them in this order
         "ne": format_metric(report.overall.ne),
         "auc": format_metric(report.overall.auc),
+        "rows": f"{report.overall.rows}",
         "snapshot_id": str(job.snapshot.snapshot_id),
         "plan_hash": job.plan.hash,
         "git_commit": code.commit,

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from mlflow.entities import Run
@@ -65,6 +66,9 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
 
         figures = draw_figures(tracker, run_id, result["train"], report, features, curves)
         plots = {name: to_svg(figure) for name, figure in figures.items()}
+    columns = {}
+    with suppress(RegistryError):  # of a plan with ops that this version does not know
+        columns = describe_features(tracker.read_record(run_id, PLAN, Plan))
     return RunRecord(
         title=f"{model['name']} version {model['version']}",
         result=result,
@@ -72,7 +76,7 @@ def _read(tracker: Tracker, run_id: str) -> RunRecord:
         features=features,
         plots=plots,
         parameters=dict(run.data.params),
-        columns=describe_features(tracker.read_record(run_id, PLAN, Plan)),
+        columns=columns,
         data=tracker.read_json(run_id, DATA),
         curves=curves,
         chosen=tuple(key for key, value in run.data.params.items() if usual.get(key) != value),

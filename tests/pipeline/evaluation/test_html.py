@@ -175,12 +175,13 @@ def test_the_interval_of_a_difference_is_that_of_the_gate(one):
 def test_the_markdown_page_shows_the_same_figures(one):
     text = one.render_markdown("http://mlflow/run")
     overall = one.report.overall
-    assert text.startswith(f"Hold, NE {overall.ne:.4f} on 2,000 rows: It may be chance.\n\n|  | NE | log loss | AUC |")
-    assert f"| evaluation | {overall.ne:.4f} | {overall.logloss:.4f} |" in text
+    assert text.startswith(f"Hold, NE {overall.ne:.4f} on 2,000 rows: It may be chance.\n\n- evaluation: NE ")
+    assert f"- evaluation: NE {overall.ne:.4f}, log loss {overall.logloss:.4f}, AUC {overall.auc:.4f}, calib" in text
     assert "1,234 rows/s, 25.0% of the time waiting for data" in text
     assert "Snapshot `7` of table `ads`; [MLflow run ffffffff](http://mlflow/run)." in text
-    assert "| slice | rows | label rate | NE | interval | calibration |" in text
-    assert "| country = B | 50 (few) |" in text
+    [line] = [line for line in text.splitlines() if line.startswith("- country = B: NE ")]
+    assert line.endswith(", 50 rows (few)")
+    assert "|" not in text  # MLflow's pages show the cells of a table without any space between them
 
 
 def test_pages_say_which_day_the_verdict_is_about(one):
@@ -190,13 +191,14 @@ def test_pages_say_which_day_the_verdict_is_about(one):
     waiting = one.model_copy(update={"result": {**one.result, **own}})
     text = waiting.render_markdown("http://x")
     assert text.startswith(f"To be judged, NE {overall.ne:.4f} on 2,000 rows: ")
-    assert f"| test rows of 2013-03-08 | {overall.ne:.4f} |" in text
+    assert f"- test rows of 2013-03-08: NE {overall.ne:.4f}, " in text
     judged = {"ne": 0.9844, "logloss": 0.5, "auc": 0.61, "calibration": 1.01, "ece": 0.02, "rows": 7520}
     result = {**waiting.result, "gate": gate, "judged_on": "2013-03-09", "judged_eval": judged}
     after = one.model_copy(update={"result": result})
     text = after.render_markdown("http://x")
     assert text.startswith("Promote, NE 0.9844 on 7,520 rows of 2013-03-09: ")
-    assert "| all rows of 2013-03-09 | 0.9844 | 0.5000 | 0.6100 | 1.0100 | 0.0200 | 7,520 |" in text
+    judged_line = "NE 0.9844, log loss 0.5000, AUC 0.6100, calibration 1.0100, ECE 0.0200, 7,520 rows"
+    assert f"- all rows of 2013-03-09: {judged_line}" in text
     rows = {row[0]: row[1:] for row in Page(render_report([after])).rows if row}
     assert rows["judged on all rows of"] == ["2013-03-09"]
     assert (rows["NE"], rows["NE on that day"]) == ([f"{overall.ne:.4f}"], ["0.9844"])
