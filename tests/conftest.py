@@ -25,6 +25,9 @@ from pipeline.training.config import TrainConfig
 from tests.sharing import session_folder
 
 set_environment()
+# Tests call flows from Python, as users may: Prefect's client then starts a server. Commands set the variable again.
+del os.environ["PREFECT_SERVER_ALLOW_EPHEMERAL_MODE"]
+os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
 quiet_libraries()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["RAY_AUTH_TOKEN"] = "0123456789abcdef" * 2  # one for all clusters: a process keeps the first that it uses

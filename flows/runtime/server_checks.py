@@ -115,35 +115,28 @@ def mlflow_access(address: str, experiment: str | None = None, model: str | None
     """
     if not address.startswith("http"):
         return []
-    with _asking_once():
-        import mlflow
+    with _asking_once(address):
         import requests
         from mlflow.exceptions import MlflowException
 
         from pipeline.registration.tracking import explain
 
-        before = mlflow.get_tracking_uri()
-        mlflow.set_tracking_uri(address)
         done: list[Check] = []
-        try:
-            for name, ask in _list_questions(address, experiment, model):
-                try:
-                    done.append(Check(f"MLflow: {name}", True, ask()))
-                except (MlflowException, requests.RequestException) as error:
-                    told = explain(error)
-                    done.append(
-                        Check(f"MLflow: {name}", False, f"expected {told.expected}, got {told.actual}", told.remedy)
-                    )
-                    break
-        finally:
-            mlflow.set_tracking_uri(before)
+        for name, ask in _list_questions(address, experiment, model):
+            try:
+                done.append(Check(f"MLflow: {name}", True, ask()))
+            except (MlflowException, requests.RequestException) as error:
+                told = explain(error)
+                found = f"expected {told.expected}, got {told.actual}"
+                return [*done, Check(f"MLflow: {name}", False, found, told.remedy)]
         return done
 
 
 @contextmanager
-def _asking_once() -> Iterator[None]:
-    """Makes MLflow's client ask once, and wait for seconds: it would repeat a request for minutes."""
+def _asking_once(address: str) -> Iterator[None]:
+    """Makes MLflow's client ask a server once, and wait for seconds: it would repeat a request for minutes."""
     patient = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": f"{TIMEOUT_SECONDS:g}"}
+    patient["MLFLOW_TRACKING_URI"] = address
     before = {name: os.environ.get(name) for name in patient}
     os.environ.update(patient)
     try:
